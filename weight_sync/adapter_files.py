@@ -1,4 +1,4 @@
-"""Reads adapters that are not the live model's: of another PEFT model, a state dict, or a folder that PEFT saved."""
+"""Reads adapters that are given to the engine: of another PEFT model, as a state dict, or from a folder that PEFT saved."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _PART = re.compile(
 _TOKENS = re.compile(r"(?P<path>.+)\.token_adapter\.trainable_tokens_delta(\.[^.]+)?")
 _COPY = re.compile(r"\.modules_to_save\.[^.]+(?=\.)")  # in names that are not of a file, but of the model
 _BASE = re.compile(r"(?P<path>.+?)(\.base_layer)*\.(?P<leaf>weight|bias)")
-# What reading raises of tensors and settings of other kinds than PEFT's, as of files that were cut off or written by hand.
+# What is raised by tensors and settings that PEFT did not write, as in files that were cut off or written by hand.
 _MALFORMED = (AttributeError, TypeError, ValueError, LookupError, RuntimeError, re.error)
-_DEFAULTS = {  # of what the configs that older versions saved do not have
+_DEFAULTS = {  # for settings that configs of older versions do not have
     "bias": "none",
     "ensure_weight_tying": False,
     "init_lora_weights": True,
@@ -56,12 +56,12 @@ def model_of(source: Any) -> nn.Module | None:
 def read_adapter(
     name: str, source: Any, parameters: Mapping[str, int], device: torch.device, options: Mapping[str, Any]
 ) -> AdapterWeights | AdapterOfModel:
-    """The adapter that ``source`` is; one that belongs to a model may change later.
+    """The adapter that ``source`` gives. One that belongs to a model may change later.
 
     source: a ``PeftModel`` (its active adapter), or it and the name of one, whose tensors stay the owner's; a state
     dict and its ``LoraConfig``, or a folder with ``adapter_config.json`` and ``adapter_model.safetensors``, which are
-    copied. parameters: the experts' in the base, which files do not tell from linears, with the number of dimensions of
-    each. device, options: as for ``AdapterOfModel``.
+    copied. parameters: those of experts in the base, with their numbers of dimensions: files do not tell them from linears.
+    device, options: as for ``AdapterOfModel``.
 
     Raises ``UnsupportedModelError`` for what the engine does not run and for what does not belong together.
     """
@@ -143,7 +143,7 @@ def from_state_dict(
                 f"adapter {name!r} has {key}, which is neither LoRA of a layer nor in modules_to_save, biases or tokens "
                 "that its config names: give the tensors and the config of one adapter"
             )
-        if what in where:  # names that differ in those of adapters alone
+        if what in where:  # the names differ only in that of the adapter
             raise UnsupportedModelError(
                 f"adapter {name!r} has {key}, and the same of another adapter: give the tensors and the config of one adapter, "
                 "as get_peft_model_state_dict does"
@@ -164,7 +164,7 @@ def from_state_dict(
 
 
 def _take_tied(adapter: AdapterWeights, parts: Iterable[str]) -> None:
-    """Take what is tied to a module that was saved whole: PEFT saves that too, and the config does not name it."""
+    """Take modules that are tied to one that was saved whole: PEFT saves them too, but the config does not name them."""
     weights = [state["weight"] for state in adapter.saved.values() if "weight" in state]
     for path in adapter.bases.keys() - set(parts):
         if (same := next((w for w in weights if torch.equal(w, adapter.bases[path])), None)) is not None:
@@ -175,7 +175,7 @@ def _take_tied(adapter: AdapterWeights, parts: Iterable[str]) -> None:
 def _take(
     adapter: AdapterWeights, name: str, key: str, part: Mapping[str, Tensor], config: Any, parameters: Mapping[str, int]
 ) -> None:
-    """Take one layer's part. key: its path, and ``base_layer`` behind it for each layer of another parameter around it."""
+    """Take one layer's part. key: its path, with a ``base_layer`` for each layer of another parameter that is around it."""
     path, *around = key.split(".base_layer")
     if "A" not in part or "B" not in part:
         raise UnsupportedModelError(f"adapter {name!r} has only one of A and B for {path}: its tensors are incomplete")
@@ -206,7 +206,7 @@ def _take(
 
 
 def _targeted_parameter(path: str, around: int, config: Any, parameters: Iterable[str]) -> str | None:
-    """The parameter of a module that a layer targets which has ``around`` others around it; None where it is over a linear."""
+    """The parameter of a module that a layer is over, if ``around`` other layers are around it; None where it is over a linear."""
     targets = config.target_parameters or ()
     own = [p for p in parameters if p.rpartition(".")[0] == path and _is_named(p, targets)]
     return own[-1 - around] if around < len(own) else None  # PEFT wraps the first one first
@@ -221,7 +221,7 @@ def _token_indices(path: str, config: Any) -> tuple[int, ...]:
 
 
 def _saved(name: str, modules: Iterable[str] | None) -> tuple[str, str] | None:
-    """The module of those that a tensor is of, and what it is called there. "norm" is "input_layernorm" too, as in PEFT."""
+    """The path of the saved module that a tensor belongs to, and its name there. As in PEFT, "norm" means "input_layernorm" too."""
     parts = _COPY.sub("", name, count=1).split(".")
     splits = ((".".join(parts[:n]), ".".join(parts[n:])) for n in range(1, len(parts)))
     return next(((path, leaf) for path, leaf in splits if path.endswith(tuple(modules or ()))), None)
