@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from rank_failures import told
 from ranks import noted
-from sharded import CONFIG, PROMPT, assert_matches, by_fsdp2, train
+from sharded import CONFIG, PROMPT, assert_matches, by_fsdp2, sgd, small, train
 from sharded_adapters import GREEDY, adapted
-from sharded_faults import sgd, small
 
 from stoker.rollout import RolloutEngine
 

@@ -8,6 +8,7 @@ import accelerated  # noqa: F401
 import families  # noqa: F401
 import peft  # noqa: F401
 import sharded_faults  # noqa: F401
+import sharded_gathers  # noqa: F401
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel  # noqa: F401
 import transformers.models.llama.modeling_llama

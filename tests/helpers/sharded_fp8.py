@@ -14,9 +14,8 @@ import torch.distributed as dist
 from families import make_model
 from ranks import noted
 from rounding import names_of, rounded, rounded_base
-from sharded import CONFIG, PARAMS, PROMPT, train
+from sharded import CONFIG, PARAMS, PROMPT, cut_as_zero3, train
 from sharded_adapters import adapted
-from sharded_faults import cut_as_zero3
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
