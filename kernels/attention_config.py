@@ -1,4 +1,4 @@
-"""How attention is launched on a device: by the shape of a layer's heads, and so that programs fit its multiprocessors."""
+"""Sizes of tiles, stages and warps that attention is launched with, by the shape of a layer's heads and the device."""
 
 from __future__ import annotations
 

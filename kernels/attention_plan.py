@@ -1,13 +1,13 @@
-"""Which pieces of which rows a step's attention works on, decided on the device.
+"""Divides a step's attention into pieces of work. For decode rows this happens on the device.
 
-A decode row's keys are cut into splits whose borders follow from its length (and the layer's visibility) alone, so the
-numbers it gets do not depend on its neighbours. Small kernels write the splits of all rows into a work list, from which
-a grid of fixed size takes its work: a captured step serves every length. Lists and partial results belong to the static
-block table they were made for, and stay where they are until its owner clears the workspace they are in.
+A decode row's keys are cut into splits. Their borders follow from the row's length (and the layer's visibility) alone, so
+its result does not depend on its neighbours. Small kernels write the splits of all rows into a work list, from which a
+grid of fixed size takes its work: a captured step serves every length. Lists and partial results belong to the static
+block table they were made for, and stay where they are until its owner clears their workspace.
 
 Neighbouring rows whose tables begin alike (samples of one prompt) form a unit. The keys they share are read once for
-all of them and merged with the rest by log-sum-exp ("Hydragen", Juravsky et al., 2024). Units are found on the device
-too, once a plan, since the blocks a row begins with do not change while it decodes.
+all of them, and merged with the rest by log-sum-exp ("Hydragen", Juravsky et al., 2024). Units, too, are found on the
+device, once for each plan: the blocks a row begins with do not change while it decodes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The depthwise convolution along packed sequences, as a Triton kernel: tiles of one sequence's tokens by channels.
 
-No sum crosses programs or threads and none is fused with a product, so each number has the same bits however a sequence is
-cut into pieces, and among any others.
+No sum crosses programs or threads, and none is fused with a product. So each number has the same bits however its sequence
+is cut into pieces, and whatever else is in the batch.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

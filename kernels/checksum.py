@@ -1,6 +1,6 @@
-"""Checksums of many tensors in one kernel: torch takes a dozen for each, and reads large ones at a part of memory speed.
+"""Checksums of many tensors in one kernel. Torch takes a dozen for each, and reads large ones below memory speed.
 
-The kernel can cast what it reads and write it elsewhere on the way, so that what is copied anyway is read once.
+The kernel can also cast what it reads and write it elsewhere, so that a copy and its checksum read the source once.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

@@ -1,11 +1,11 @@
-"""Paged attention on a CPU: what rows have in common is read once.
+"""Paged attention on a CPU: keys that several rows share are read once.
 
 Decode rows whose block tables begin alike (samples of one prompt, hits of one cached prefix) attend to the shared blocks
 together, their queries side by side, and each to the rest of its keys alone. The two parts are merged by their
-log-sum-exp, as in "Hydragen" (Juravsky et al., 2024). Whatever does not fit goes the way of the reference.
+log-sum-exp, as in "Hydragen" (Juravsky et al., 2024). All other rows are left to the reference.
 
-The steps of a decode window read the blocks once: what the first of them gathers is held, laid out as the products read
-it, and each step adds its newest key.
+The steps of a decode window gather the keys from their blocks once: the first step keeps them, laid out as the products
+read them, and each later step adds its newest key.
 """
 
 from __future__ import annotations

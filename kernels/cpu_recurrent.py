@@ -1,8 +1,8 @@
-"""The gated delta rule and Mamba-2's scan on a CPU: a prompt is a few products for each 64 tokens instead of some for each.
+"""The gated delta rule and Mamba-2's scan on a CPU: a few products for each 64 tokens of a prompt instead of for each one.
 
-Sequences go side by side, the longest first, so that those that still have tokens are always the first; decode steps among
-them go the way of the reference. Within a chunk exponents are sums of decays, whose differences are taken in fp64: in fp32
-those of neighbours would lose what the sum has grown to.
+Sequences run side by side, the longest first, so those that still have tokens are always the first ones. Decode steps
+among them are left to the reference. Within a chunk, exponents are differences of running sums of decays. They are taken
+in fp64: in fp32, small differences between large sums would lose their digits.
 """
 
 from __future__ import annotations

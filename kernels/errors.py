@@ -1,4 +1,4 @@
-"""Errors a user can meet; here because both rooms of the second floor raise them. Messages name cause and remedy."""
+"""Errors a user can meet. They are here because both engine and weight_sync raise them. Messages name cause and remedy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Rows in the order of their groups, as tokens of their experts or adapters, worked out on the device.
+"""Sorts rows by group, on the device: tokens by expert or by adapter.
 
-Nothing waits for the host, so the whole can be captured: there are as many programs as rows and groups can need at most.
+Nothing waits for the host, so it can be captured: there are as many programs as that many rows and groups can ever need.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

@@ -1,4 +1,4 @@
-"""A CPU's memory: how much is free, large pieces of it, and the way from it to a device and back."""
+"""Host memory: how much is free, how to take large pieces of it, and how to copy from it to a device and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an interrupt (Ctrl-C) does not cut in two: an update of weights, version and caches, say."""
+"""Sections of code that an interrupt (Ctrl-C) does not cut in two, such as an update of weights, version and caches."""
 
 from __future__ import annotations
 

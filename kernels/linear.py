@@ -1,9 +1,9 @@
-"""A projection with what stands before and after it in a decoder layer, for a GPU.
+"""A projection together with the norm, activation and residual around it, for a GPU.
 
-Below ``FEWEST_FOR_TORCH`` tokens it is bound by the reading of the weight: one Triton kernel reads every byte of it once and
-does norm, activation and residual on the way. With more tokens it is a matrix product of the vendor's library between small
-kernels, or of some dozens by what ``linear_measured`` finds to be faster. ``linear_invariant`` gives a row the same bits
-whatever stands beside it, for the price of a slower product.
+Below ``FEWEST_FOR_TORCH`` tokens, reading the weight takes the time: one Triton kernel reads every byte of it once, and
+does norm, activation and residual on the way. With more tokens it is a matrix product of the vendor's library between
+small kernels; for some dozens of tokens, whatever ``linear_measured`` finds to be faster. ``linear_invariant`` gives a row
+the same bits in any batch, at the price of a slower product.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

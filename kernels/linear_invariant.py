@@ -1,7 +1,7 @@
-"""A projection whose rows have the same bits alone and among any others, for a GPU.
+"""A projection whose rows have the same bits alone and in any batch, for a GPU.
 
-A matrix product in tiles whose shape and order of sums the weight alone decides, between small kernels that are invariant
-already (He et al., "Defeating nondeterminism in LLM inference", 2025).
+The weight's shape alone decides the tiles of the product and the order of its sums. The small kernels around it do not
+depend on the batch anyway (He et al., "Defeating nondeterminism in LLM inference", 2025).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

@@ -1,8 +1,8 @@
-"""A projection by whatever is the fastest on this device, as measured when a weight's shape first meets some dozens of rows.
+"""A projection in the way that is fastest on this device, measured when a weight's shape first meets some dozens of rows.
 
-How near the vendor's library comes to the memory's speed for few rows differs from shape to shape, and so does the best
-cut of a weight among the programs that stream it. A way whose numbers are wrong is not taken. Where nothing can be
-measured, since something does not compile or finds no memory, the library multiplies.
+For few rows, the vendor's library comes near the memory's speed for some shapes and not for others, and the best cut of a
+weight among the programs that stream it differs, too. A way whose numbers are wrong is not taken. Where nothing can be
+measured, because it does not compile or there is no memory, the library multiplies.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """A projection of some dozens of rows for a GPU, as fast as the weight can be read.
 
-Every byte of the weight is read once, in tiles that the chip copies to shared memory by itself (TMA, from Hopper on), as many on
-their way at a time as there is room for; the first of them come from L2, where they are fetched while the kernel before runs.
-All programs run at once where they can, and where less than half of the multiprocessors would have one, the depth is split
-among several: a split costs the others' waiting for the slowest, and the reading of all their sums, so there are no more than
-that takes. Each leaves its sum in memory (L2, in truth), and the last to come adds them up in order, so that the result does
-not depend on who that was (split-K; the order is that of Osama et al., "Stream-K", 2023).
+Every byte of the weight is read once, in tiles that the chip copies to shared memory by itself (TMA, from Hopper on), as many
+at a time as there is room for. The first tiles come from L2, where they are fetched while the kernel before runs.
 
-With adapters inside (``lora_inside``) the kernel before is their shrink of x, beside which the weight is read: x was there
-before that, and the product waits for its turn where it wants what the shrink gives, before it writes.
+All programs run at once where they can. Where less than half of the multiprocessors would have a program, the depth is
+split among several (split-K). A split costs time, as programs wait for the slowest and all their sums are read, so there
+are no more than needed. Each program leaves its sum in memory (in fact in L2), and the last to arrive adds them up in
+order, so the result does not depend on which one was last (the order is that of Osama et al., "Stream-K", 2023).
+
+With adapters inside (``lora_inside``) the kernel before is their shrink of x, and the weight is read while that runs: x was
+there before. The product waits for its turn before it reads what the shrink gives, and before it writes.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

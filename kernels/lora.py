@@ -1,12 +1,12 @@
 """Low-rank adapters over a projection's output, for a GPU: shrink to each token's rank, expand into the output.
 
-After Punica (Chen et al. 2023, arXiv:2310.18547) and S-LoRA (Sheng et al. 2023, arXiv:2311.03285), but the matrices stay where
-their owner keeps them: a slot is a row of addresses, so that a change of slots is a change of a few numbers, which a
-captured graph reads too. Linears of one input share both launches. The shrink of an embedding is a look-up.
+As in Punica (Chen et al. 2023, arXiv:2310.18547) and S-LoRA (Sheng et al. 2023, arXiv:2311.03285), but the matrices stay
+where their owner keeps them. A slot is a row of addresses: to change it is to change a few numbers, which a captured graph
+reads, too. Linears of one input share both launches. The shrink of an embedding is a look-up.
 
-Tokens are put in the order of their adapters, once a step, and a tile has those of one: however they lie in the batch, a
-matrix is read once, or once for every few dozen of its tokens. The pairs of a token and an expert lie in an order already,
-that of experts, whose tiles run once for each adapter in them: tiles of one pair where these are few and may all differ.
+Tokens are sorted by adapter once a step, and a tile has tokens of one adapter: however they lie in the batch, a matrix is
+read once, or once for every few dozen of its tokens. Pairs of a token and an expert are sorted by expert already. Their
+tiles run once for each adapter in them; where pairs are few and may all differ, a tile is one pair.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

@@ -1,7 +1,7 @@
-"""Adapters that a streamed product adds itself: their shrink runs beside it, and is one more tile of its input.
+"""Adapters inside a streamed product: their shrink runs beside it, and is one more tile of the product's input.
 
-A token's numbers stand in the columns of its own slot, beside zeros, so all slots are one product, with no turn for each. What that
-takes of B is on its way to registers when the weight's last tiles are.
+In that tile, a token's numbers stand in the columns of its own slot, and zeros elsewhere, so one product serves all slots.
+The matrices B it needs are loaded together with the last tiles of the weight.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

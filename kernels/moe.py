@@ -1,9 +1,9 @@
 """The experts of a mixture-of-experts layer, for a GPU: a grouped product over the model's own 3-D weights.
 
-Pairs of token and expert are put in the order of the experts on the device, in a number of programs that depends on the
-number of pairs alone; nothing waits for the host, so the whole can be captured. Four kernels: order, where the router has
-not done that, gate and up with activation, down, and the weighted sum with all that is added to it. With adapters the
-activation comes after theirs, as an operation of its own.
+Pairs of token and expert are sorted by expert on the device, in a number of programs that depends on the number of pairs
+alone. Nothing waits for the host, so it can be captured. There are four kernels: the sort, where the router has not done
+it; gate and up with the activation; down; and the weighted sum with all that is added to it. With adapters, the activation
+is an operation of its own, which comes after those of gate and up.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

@@ -1,7 +1,7 @@
 """Normalisation, rotary embedding with the KV write, and gated activation, as Triton kernels.
 
-Each program does whole rows with a shape that the row's width alone decides, so a row's result depends on no other row.
-Arithmetic is fp32; it rounds where the reference does.
+Each program does whole rows, in a shape that the row's width alone decides, so a row's result depends on no other row.
+Arithmetic is in fp32, and rounds where the reference does.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

@@ -1,12 +1,12 @@
 """Prompts through the gated delta rule and Mamba-2's scan, 64 tokens at a time, on tensor cores.
 
-What the tokens of a chunk change solves a triangular system that does not depend on the state: the UT transform of
-"Parallelizing Linear Transformers with the Delta Rule" (Yang et al., 2024). Its inverses are found for all chunks at once,
-row by row, since powers of the system, which need fewer steps, grow beyond fp32 where keys are alike. Then programs walk the
+What a chunk's tokens change is the solution of a triangular system that does not depend on the state: the UT transform of
+"Parallelizing Linear Transformers with the Delta Rule" (Yang et al., 2024). The systems of all chunks are inverted at once,
+row by row. (Powers of the system would need fewer steps, but grow beyond fp32 where keys are alike.) Then programs walk the
 chunks of a sequence with a tile of its state in registers. Mamba-2 (Dao and Gu, 2024) is the same walk without a system.
 
-Queries and keys are multiplied as they come, in 16 bits, and by what makes their length 1 afterwards. What is fp32 is
-multiplied in two parts, the second what the first leaves when rounded: nearly as exact, and with fewer registers than tf32.
+Queries and keys are multiplied as they come, in 16 bits, and scaled to length 1 afterwards. An fp32 operand is multiplied
+in two parts, the second of which is the rounding error of the first: nearly as exact, with fewer registers than tf32.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

@@ -1,7 +1,7 @@
-"""A router for a GPU: its logits, split over their depth, then all that comes after them in one kernel.
+"""A router of experts for a GPU: its logits, split over their depth, then all that comes after them in one kernel.
 
-Of the few tokens of a decode step one program does that, and puts the pairs of token and expert in the order of the
-experts as well. Of experts that rank the same the first is taken.
+For the few tokens of a decode step, one program of that kernel does them all, and sorts the pairs of token and expert by
+expert as well. Of experts that rank the same, the first is taken.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
