@@ -95,7 +95,7 @@ def attend(
     sinks: Tensor | None = None,
     with_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """``paged_attention``, and the log-sum-exp of each query's scores, fp32 [T, Hq], sinks not among them.
+    """``paged_attention``, and the log-sum-exp of each query's scores without sinks, fp32 [T, Hq].
 
     A value cache that is the beginning of the key cache (the latent form of DeepSeek) is read once. Padded tokens of a
     batch with chunks get zeros.
@@ -114,7 +114,7 @@ def attend(
 
 
 class _Launch:
-    """One layer's arguments, as the kernels of all pieces of a step take them."""
+    """One layer's arguments, as all attention kernels of a step take them."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class _Launch:
         return launch_config(queries, self.shape, *device, prefill=prefill)
 
     def decode(self, lanes: Lanes, out: Tensor, lse: Tensor | None) -> None:
-        """Launch decode rows: first what units share, then each row's own pieces, the last of which to be done merges them all."""
+        """Launch decode rows: first the keys that units share, then each row's own splits, the last of which merges them all."""
         shares = lanes.shares(self.visibility)
         if shares:
             self._decode(lanes, out, lse, shares, prefix=True)

@@ -145,8 +145,9 @@ def causal_conv(
     activation: Literal["silu"] | None = None,
     gates: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """As the reference. x and gates: [T, C], each token's channels contiguous; weight: [C, K]; state: [N, K - 1, C], of which
-    each row is."""
+    """As the reference. x and gates: [T, C], each token's channels contiguous; weight: [C, K]; state: [N, K - 1, C], each
+    row contiguous.
+    """
     tokens, channels = x.shape
     decode, count = rows.longest == 1, rows.slots.shape[0]
     before, after = (x, x) if gates is None else gates

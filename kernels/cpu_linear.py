@@ -22,7 +22,7 @@ _MOST_ROWS, _EXACT_ROWS, _ROWS = 128, 4, 8
 
 
 def _pays() -> bool:
-    """Whether torch has both libraries, and the processor is one of AMD's."""
+    """Whether torch has both libraries, and the processor is AMD's."""
     has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     if not (has_mkl and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return False

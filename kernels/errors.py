@@ -8,7 +8,7 @@ class StokerError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's error, as long as a message has room for it."""
+    """The first line of another library's error, cut to what a message has room for."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 

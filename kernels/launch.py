@@ -43,9 +43,9 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a device's multiprocessor has; an H100's where kernels are interpreted.
+    """Bytes of shared memory of one multiprocessor of a device; an H100's where kernels are interpreted.
 
-    A program takes ``PROGRAM_SHARED`` besides what it asks for, from Ampere on.
+    From Ampere on, a program takes ``PROGRAM_SHARED`` on top of what it asks for.
     """
     if device.type != "cuda":
         return 228 * 1024
@@ -59,15 +59,15 @@ def starts_early(device: torch.device) -> bool:
 
 @cache
 def copies_tiles(device: torch.device) -> bool:
-    """Whether the chip copies tiles of a matrix to shared memory by itself (TMA, of Hopper and later), or an interpreter does."""
+    """Whether the chip copies tiles of a matrix to shared memory by itself (TMA, from Hopper on). Interpreters do."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def options(device: torch.device, *, waits: bool = True, early: bool = True, fused: bool = True) -> dict[str, Any]:
-    """The launch options of a kernel. waits: it calls ``await_turn``; early: it may come up before the one before has ended.
-    fused: ``a * b + c`` may be rounded once, as one FMA.
+    """The launch options of a kernel, always given: versions of Triton have different defaults.
 
-    Always said, as versions of Triton differ in what they do where it is not.
+    waits: it calls ``await_turn``. early: it may start before the kernel before it has ended. fused: ``a * b + c`` may be
+    rounded once, as one FMA.
     """
     asked: dict[str, Any] = {"enable_fp_fusion": fused}
     if waits:
@@ -76,7 +76,7 @@ def options(device: torch.device, *, waits: bool = True, early: bool = True, fus
 
 
 def in_rows(tensor: Tensor) -> Tensor:
-    """The tensor with the numbers of its last dimension side by side, as kernels read them."""
+    """The tensor with its last dimension contiguous, as kernels read it."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 

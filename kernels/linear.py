@@ -285,9 +285,9 @@ def _skinny_kernel(
 def skinny_config(
     tokens: int, weight: tuple[int, int], itemsize: int, processors: int, shared: int
 ) -> tuple[int, int, int]:
-    """(BLOCK_N, BLOCK_K, stages) for a weight [N, D]: as tall as leaves every multiprocessor enough to do.
+    """(BLOCK_N, BLOCK_K, stages) for a weight [N, D]: tiles as tall as leaves every multiprocessor enough to do.
 
-    shared: bytes of shared memory that one has, which some devices have too few of for stages enough of fp32.
+    shared: bytes of shared memory of a multiprocessor. Some devices have too few for all stages in fp32.
     """
     width, depth = weight
     if tokens == 1:  # 64 fp32 products in the registers of each of 128 threads, 16 bytes of a row at a time

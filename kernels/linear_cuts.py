@@ -23,9 +23,10 @@ _ROOMS = 3  # programs a multiprocessor has at most at a time, with stages enoug
 
 
 class Cut(NamedTuple):
-    """How programs share a weight [N, D]. rows: of it a program has, or of its gate and of its up. splits: of the depth.
+    """How programs share a weight [N, D].
 
-    rooms: how many programs a multiprocessor has room for, which share its memory.
+    rows: of the weight, for each program; of a gated one, of each of gate and up. splits: of the depth. rooms: how many
+    programs run on one multiprocessor and share its memory.
     """
 
     rows: int
@@ -40,10 +41,11 @@ def _block_m(tokens: int) -> int:
 def cuts_to_try(
     tokens: int, weight: tuple[int, int], itemsize: int, gated: bool, processors: int, *, narrow: bool = False
 ) -> list[Cut]:
-    """Of a weight [N, D], for x of so many rows and bytes a number: one of them was the fastest wherever it was measured.
+    """The cuts of a weight [N, D] that are worth a try: wherever it was measured, one of them was the fastest.
 
-    Few tokens are little to read again for every tile, and low ones are enough; others trade that against more programs.
-    narrow: of a weight in fp8, which a program first casts: another one on the same multiprocessor multiplies meanwhile.
+    tokens, itemsize: rows of x, bytes of a number. With few tokens, x is cheap to read again for every tile, and low tiles
+    are enough; otherwise that is traded against more programs. narrow: the weight is in fp8, and a program casts it first:
+    meanwhile another one on the same multiprocessor can multiply.
     """
     width, depth = weight[0] // 2 if gated else weight[0], weight[1]
     few, half = tokens <= FEW, max(processors // 2, 1)
@@ -69,9 +71,10 @@ def cuts_to_try(
 def pipeline(
     block_m: int, weight_rows: int, cut: Cut, itemsizes: tuple[int, int], shared: int, beside: int = 0
 ) -> tuple[int, int]:
-    """(BLOCK_K, stages) of programs that read so many rows of x and of the weight at a time, of so many bytes a number.
+    """(BLOCK_K, stages) of programs that read ``block_m`` rows of x and ``weight_rows`` of the weight at a time.
 
-    shared: bytes of shared memory that a multiprocessor has; beside: of these, to be left to others.
+    itemsizes: bytes of a number of each. shared: bytes of shared memory of a multiprocessor; beside: how many of these are
+    left to other kernels.
     """
     of_x, of_weight = itemsizes
     rooms = min(cut.rooms, max(1, shared // _LEAST_SHARED))
@@ -86,18 +89,21 @@ def pipeline(
 
 
 def fetched_ahead(column_bytes: int, rooms: int, depth: int) -> int:
-    """Columns of its rows, of so many bytes each, that a program fetches ahead: its share of ``_AHEAD``, a power of two."""
+    """How many columns of its rows a program fetches ahead: its share of ``_AHEAD``, a power of two.
+
+    column_bytes: of one column of all its rows.
+    """
     columns = max(_AHEAD // rooms // column_bytes, 1)
     return min(1 << (columns.bit_length() - 1), int(triton.next_power_of_2(depth)))
 
 
 def warps(block_m: int, weight_rows: int, inside: bool) -> int:
-    """Twice as many where adapters are inside and each thread would have more than 64 sums: beside these it has some of B."""
+    """Warps of a program. Twice as many where a thread would have more than 64 sums and also holds parts of adapters' B."""
     return 8 if inside and block_m * weight_rows > 64 * 128 else 4
 
 
 def has_room_inside(tokens: int, cut: Cut, gated: bool, columns: int, itemsize: int, shared: int) -> bool:
-    """Whether what a program adds of adapters, in so many columns, fits in the shared memory of a multiprocessor."""
+    """Whether a multiprocessor's shared memory has room for what a program adds of adapters, in ``columns`` columns."""
     added = triton.next_power_of_2(triton.cdiv(columns, cut.splits))
     return bool((_block_m(tokens) + (1 + gated) * cut.rows) * added * itemsize <= shared - 2048)
 

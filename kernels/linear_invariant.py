@@ -29,8 +29,8 @@ _FILLED = 128
 class MatmulConfig:
     """How to multiply by a weight: the same for every number of tokens.
 
-    The depth is cut into ``segments`` whose sums are added in order. One program may do them all, or each its own
-    program and a second kernel the additions: the arithmetic, and so every bit of the result, is the same.
+    The depth is cut into ``segments``, whose sums are added in order. Either one program does all segments, or each has its
+    own program and a second kernel adds them up. The arithmetic, and so every bit of the result, is the same.
     """
 
     block_m: int
@@ -41,7 +41,7 @@ class MatmulConfig:
 
 
 def matmul_config(width: int, depth: int, dtype: torch.dtype) -> MatmulConfig:
-    """The configuration for a weight [width, depth]. It knows nothing of the tokens, and must not."""
+    """The configuration for a weight [width, depth]. It must not depend on the tokens."""
     block_k = 128 // dtype.itemsize
     columns = triton.cdiv(width, 128)
     segments = max(1, min(2 * _FILLED // columns, depth // (4 * block_k), 8))

@@ -197,13 +197,13 @@ def _streamed_kernel(
 
 
 def describable(matrix: Tensor) -> bool:
-    """Whether a matrix lies as the chip reads tiles of one by itself: each row contiguous, in whole pieces of 16 bytes."""
+    """Whether the chip can read tiles of a matrix by itself: each row is contiguous, in whole pieces of 16 bytes."""
     bytes_ = matrix.data_ptr() | matrix.itemsize * matrix.stride(0) | matrix.itemsize * matrix.shape[1]
     return matrix.stride(1) == 1 and bytes_ % 16 == 0
 
 
 def read_ahead(x: Tensor, weight: Tensor, gated: bool, cut: Cut, beside: int) -> Ahead:
-    """What of the weight the shrink may have on its way to L2 for the product that it comes before."""
+    """The part of the weight that a shrink may fetch to L2 for the product that follows it."""
     made = settings_of(x, weight, gated, cut, beside)
     return Ahead(weight, made.ahead, made.split_depth, made.splits)
 
@@ -225,9 +225,9 @@ def streamed(
 ) -> Tensor:
     """As the reference's ``linear``. x: [T, D], T up to ``MOST_ROWS``; weight: [N, D], ``describable``.
 
-    cut: if gated, of one split. arrived: int32 zeros, one a tile of several splits, of nobody else while this runs.
+    cut: of one split, if gated. arrived: int32 zeros, one for each tile of several splits; nobody else uses them meanwhile.
     beside: bytes of a multiprocessor's shared memory that are left to the shrink after this one, or before.
-    inside: what adapters add, of the same x: the last launch was their shrink.
+    inside: what adapters add, of the same x; the last launch was their shrink.
     """
     assert inside is None or (norm is None and describable(x)), "x was made by the last launch"
     if norm is not None:  # for every tile again it would be more work than the product

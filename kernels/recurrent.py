@@ -36,7 +36,7 @@ _ROWS = ["slots_ptr", "starts_ptr"]
 
 
 def tile_width(depth: int, width: int) -> int:
-    """How many of a state's columns (or rows) a program takes, whose other dimension is ``depth``."""
+    """How many of a state's columns (or rows) a program takes. depth: the state's other dimension."""
     return int(min(max(_TILE // triton.next_power_of_2(depth), 1), triton.next_power_of_2(width)))
 
 
@@ -128,7 +128,7 @@ def gated_delta_rule(
 ) -> Tensor:
     """As the reference; the last dimension of each input is contiguous, and so is each row of ``state``.
 
-    deterministic: the same bits in any pieces, else to rounding.
+    deterministic: the same bits in whatever pieces a sequence comes; otherwise the same to rounding.
     """
     (heads, value_dim), (key_heads, key_dim) = value.shape[1:], key.shape[1:]
     assert all(t.stride(-1) == 1 for t in (query, key, value, decay, beta)) and state[0].is_contiguous()
@@ -148,7 +148,7 @@ def gated_delta_rule(
 
 
 def _result(like: Tensor, dtype: torch.dtype, rows: StateRows) -> Tensor:
-    """A tensor for the result. Where a token may be no row's, which in a decode step none is, it is made of zeros."""
+    """A tensor for the result. It is zero where a token may belong to no row, which is never so in a decode step."""
     assert rows.longest > 1 or like.shape[0] == rows.slots.shape[0]
     make = torch.empty if rows.longest == 1 else torch.zeros
     return make(like.shape, dtype=dtype, device=like.device)
@@ -230,7 +230,7 @@ def selective_scan(
 ) -> Tensor:
     """As the reference; the last dimension of each input is contiguous, and so is each row of ``state``.
 
-    deterministic: the same bits in any pieces, else to rounding.
+    deterministic: the same bits in whatever pieces a sequence comes; otherwise the same to rounding.
     """
     (heads, dim), (groups, size) = x.shape[1:], B.shape[1:]
     assert all(t.stride(-1) == 1 for t in (x, dt, A, B, C)) and state[0].is_contiguous()

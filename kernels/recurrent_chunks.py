@@ -31,7 +31,7 @@ _ROWS = ["slots_ptr", "starts_ptr"]  # where they lie follows from the number of
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """The size of a walk through chunks: tokens of a chunk, columns of a state that a program takes."""
+    """The sizes of a walk through chunks: tokens of a chunk, and columns of a state for each program."""
 
     tokens: int
     values: int
@@ -40,9 +40,9 @@ class LaunchConfig:
 
 
 def launch_config(key_dim: int, value_dim: int, dtype: torch.dtype) -> LaunchConfig:
-    """Four programs for each head of Qwen3-Next, whose next chunk is on its way; no more fit without spilling.
+    """Four programs for each head of Qwen3-Next, whose next chunk is in flight; no more fit without spilling.
 
-    fp16 takes registers to bring numbers into its range, and has half as many of a state's.
+    fp16 takes registers to bring numbers into its range, so its programs have half as many columns.
     """
     most = 16 if dtype == torch.float16 else 32
     values = max(min(triton.next_power_of_2(value_dim), most), 16)
@@ -55,7 +55,7 @@ def can_chunk(key_dim: int, dtype: torch.dtype, *, rule: bool) -> bool:
 
 
 def workspace_bytes(tokens: int, heads: int, key_dim: int, dtype: torch.dtype, *, rule: bool) -> int:
-    """What a layer's prompts take besides their results, at most, while they run. rule: of the gated delta rule."""
+    """The most memory that a layer's prompts take while they run, besides results. rule: of the gated delta rule."""
     if not can_chunk(key_dim, dtype, rule=rule):
         return 0
     return tokens * heads * ((2 if rule else 1) * 2 * CHUNK * dtype.itemsize + 4 * 4)

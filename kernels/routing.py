@@ -189,12 +189,12 @@ def route_invariant(
     gain: Tensor | None,
     choice: Choice,
 ) -> Routing:
-    """``route`` with a token's sums in one order always, whatever stands beside it."""
+    """``route`` with a token's sums always in one order, so that its result is the same in any batch."""
     return _choose(_logits(x, weight, _MOST_SPLITS), x, bias, correction, gain, choice, 0)
 
 
 def _logits(x: Tensor, weight: Tensor, splits: int) -> Tensor:
-    """The logits in parts to be summed, fp32 [splits, T, E]. splits: at most so many."""
+    """Parts of the logits, to be added up: fp32 [splits, T, E]. splits: the most parts."""
     if x.dtype != weight.dtype:
         x, weight = x.float(), weight.float()
     x, weight = map(launch.in_rows, (x, weight))
@@ -219,7 +219,7 @@ def _choose(
     choice: Choice,
     together: int,
 ) -> Routing:
-    """Choose from logits, [splits, T, E]. together: the most numbers for which one program ranks all tokens."""
+    """Choose from logits, [splits, T, E]. together: up to how many numbers one program ranks all tokens."""
     splits, tokens, experts = logits.shape
     size, groups = (triton.next_power_of_2(n) for n in (experts // choice.groups, choice.groups))
     rows = triton.next_power_of_2(tokens)

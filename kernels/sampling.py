@@ -182,9 +182,10 @@ def _sample_rows(
 def sample(
     logits: Tensor, inverse_temperature: Tensor, greedy: Tensor | None, noise: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """As the reference: a row with a NaN, and one of nothing but -inf, has log-probability NaN and some valid token.
+    """As the reference; a row with a NaN, or of nothing but -inf, has log-probability NaN and some valid token.
 
-    The tokens are the reference's but where two sums tie to rounding; greedy ones always, the first of equal logits.
+    The tokens are the reference's, except where two sums tie to rounding. Greedy tokens are always the same: the first of
+    equal logits.
     """
     logits = launch.in_rows(logits)
     (rows, vocab), stride = logits.shape, logits.stride(0)
