@@ -1,4 +1,4 @@
-"""Adapters that lie elsewhere than on the device: what a slot holds after swaps, and how many copies they take."""
+"""Adapters whose tensors are not on the device: what a slot holds after swaps, and how many copies that takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules with experts run on the engine's own operation, that the trainer's do not, and what of their routers is found."""
+"""Which modules with experts run on the engine's own operation, that the trainer's do not, and how routers are read."""
 
 from __future__ import annotations
 

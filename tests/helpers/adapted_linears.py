@@ -1,4 +1,4 @@
-"""Projections that adapters come after, by whatever multiplies, and dense products in fp64 that they are held against."""
+"""Projections followed by adapters, in every way to multiply, and the dense products in fp64 they are compared with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles for GPUs other than an H200, without one, what depends on the device the most. Prints what each kernel takes."""
+"""Compiles, for GPUs other than an H200 and without one, what depends on the device most. Prints what each kernel takes."""
 
 from __future__ import annotations
 

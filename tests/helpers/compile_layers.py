@@ -1,4 +1,4 @@
-"""Compiles the kernels of a step but attention for an H200, in the forms that Gemma needs, without one. Prints what each takes."""
+"""Compiles a step's kernels except attention for an H200, without one, in the forms Gemma needs. Prints what each takes."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""A CUDA device that is emulated on a CPU: what it computes is right, and what a real one refuses, or gets wrong, fails.
+"""An emulated CUDA device on a CPU. Its results are right; what a real device refuses, or would get wrong, fails.
 
-Tensors are a CPU's; whose they are is written on their storages. Functions of torch are told ``cuda:0``, and every operation
-is looked at:
+Tensors are a CPU's, and a mark on their storage says which device they belong to. Torch's functions are told ``cuda:0``, and
+every operation is checked:
 
-- Tensors of both devices in one operation fail, and so does a Triton kernel that is given a host's.
+- Tensors of both devices in one operation fail, and so does a Triton kernel that gets a host's tensor.
 - Where the host has to wait (``item``, ``nonzero``, copies of memory that is not pinned) is noted in ``waits``.
-- A copy without blocking has arrived once the host waited for an event behind it, and not before. What it reads has to stay
-  as it is until then.
-- A graph is a list of operations, with the memory they were given. A capture runs none of them, and no host may wait in it.
-  A replay runs all on that same memory; where this was given away, or back, it fails.
-- Memory that nothing was written to yet is NaN, of the host too, and -1 where it is of integers.
-- A kernel of Triton has to have been launched before it is captured, in the form that it is then compiled in.
+- A copy without blocking arrives when the host waits for an event after it, not before. What it reads must not change until
+  then.
+- A graph is a list of operations, with the memory they were given. A capture runs none of them, and the host must not wait in
+  one. A replay runs all on that same memory, and fails if that was given away or back.
+- Memory that was not written yet is NaN, the host's too, and -1 where it is of integers.
+- A Triton kernel has to be launched before it is captured, in the form that is compiled for the capture.
 
 Triton's kernels are interpreted. There is one stream: what happens in two at once does not show.
 """

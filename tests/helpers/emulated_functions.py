@@ -1,4 +1,4 @@
-"""What Python is told of the tensors of an emulated device: where they lie, and what it gets when it asks for their numbers."""
+"""What Python sees of tensors on an emulated device: their device, and their numbers when it asks for them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The fields of tiny models of every supported family, and of what the engine must refuse. ``families`` builds the models.
+"""The configurations of tiny models of every supported family, and of models the engine must refuse.
 
-Every mechanism that a family has is switched on with a value that changes the result within a few tokens: sliding
-windows and attention chunks shorter than the test sequences, partial rotary, softcaps, sinks, multipliers, router
-biases.
+``families`` builds the models. Every mechanism of a family is switched on, with a value that changes the result within a few
+tokens: sliding windows and attention chunks shorter than the test sequences, partial rotary, softcaps, sinks, multipliers,
+router biases.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Engines whose layers may be fused, and what they have to give; an activation that is none that is known."""
+"""Engines whose layers may be fused, and their expected results; an activation that nobody knows."""
 
 from __future__ import annotations
 

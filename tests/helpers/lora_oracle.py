@@ -1,4 +1,4 @@
-"""Adapters over a projection, and what they come to in dense products."""
+"""Adapters over a projection, and their results as dense products."""
 
 from __future__ import annotations
 

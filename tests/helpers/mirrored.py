@@ -1,4 +1,4 @@
-"""Engines with weights of their own, and what one is held against."""
+"""Engines with weights of their own, and what these are compared with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of ranks that do other things than each other: importable by name, as the processes have to import it."""
+"""What each rank does in tests of ranks that differ from each other. The processes import it by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imported once by the server that the test processes are forked from: importing takes seconds, forking does not."""
+"""Imported once by the server that test processes are forked from: importing takes seconds, forking does not."""
 
 import contextlib
 import gc

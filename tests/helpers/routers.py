@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts: how models choose, random ones, and a loop in fp64 that chooses expert by expert."""
+"""Routers of mixtures of experts: the choices that models make, random routers, and a loop in fp64 as their oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank does where a sharded adapter is refused, switched off, replaced or deleted: importable by name, for the processes."""
+"""What each rank does where a sharded adapter is refused, switched off, replaced or deleted. The processes import it by name."""
 
 from __future__ import annotations
 

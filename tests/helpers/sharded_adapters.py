@@ -1,4 +1,4 @@
-"""What each rank does in the tests of adapters whose A and B are sharded: importable by name, as the processes have to import it."""
+"""What each rank does in the tests of adapters whose A and B are sharded. The processes import it by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of what goes wrong, or is refused, with sharded models: importable by name, for the processes."""
+"""What each rank does in the tests of what fails or is refused with sharded models. The processes import it by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of sharded models whose engine has weights in fp8: importable by name."""
+"""What each rank does in the tests of sharded models whose engine has weights in fp8. The processes import it by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of what a gather moves, takes and leaves behind: importable by name, for the processes."""
+"""What each rank does in the tests of what a gather moves, takes and leaves behind. The processes import it by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of sharded models in 4 bits: importable by name, as the processes have to import it."""
+"""What each rank does in the tests of sharded models in 4 bits. The processes import it by name."""
 
 from __future__ import annotations
 

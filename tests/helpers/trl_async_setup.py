@@ -1,7 +1,7 @@
 """TRL's AsyncGRPOTrainer on a CPU.
 
-Its training forward runs on a GPU kernel, it asks for the GPU's name, and it parses completions by templates of real
-models; plain stand-ins take the place of these three. All else is TRL's own.
+Stand-ins replace three things: the GPU kernel of its training forward, the GPU's name, and the templates of real models by
+which it parses completions. All else is TRL's own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Engines on models whose layers have a window, on memory in which whatever is free is NaN."""
+"""Engines on models whose layers have a window. All free memory is NaN."""
 
 from __future__ import annotations
 

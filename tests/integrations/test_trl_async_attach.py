@@ -1,4 +1,4 @@
-"""How rollouts come to a trainer of TRL's AsyncGRPO, and leave it: what attaching refuses, and that nothing is left behind."""
+"""How rollouts are attached to TRL's AsyncGRPOTrainer and detached: what is refused, and that nothing is left behind."""
 
 from __future__ import annotations
 

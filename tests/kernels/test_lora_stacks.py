@@ -1,4 +1,4 @@
-"""Adapters on a CPU, where few tokens of many go through copies of their matrices side by side, against dense products."""
+"""Adapters on a CPU, which copies matrices side by side for a few tokens of many adapters, against dense products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What multiplies some dozens of rows by a large weight: whatever was the fastest when it was measured, and is right."""
+"""Products of some dozens of rows by a large weight: the way that is taken is the fastest that was measured, and right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Projections that adapters come after, and what multiplies then: against dense products and PEFT."""
+"""Projections followed by adapters, in each way to multiply: against dense products and PEFT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters inside of streamed products: which go inside, and that they come to what dense products do."""
+"""Adapters inside streamed products: which go inside, and that the result is that of dense products."""
 
 from __future__ import annotations
 
