@@ -119,7 +119,6 @@ class StepInputs:
 
     def fill(self, plan: Plan) -> Batch:
         """Write a plan's requests into the static buffers."""
-        requests, num_new = plan.requests, plan.num_new
         for request in plan.admitted:
             self._write_slot(request)
         self.constraints.start(
@@ -137,29 +136,12 @@ class StepInputs:
             newest = self._sampled.index_select(0, sent["slot_index"]).index_select(0, sent["token_rows"])
             torch.where(sent["token_ids"] < 0, newest, sent["token_ids"], out=sent["token_ids"])
         slots = self._place(sent, block_tables, len(step.positions), step.tokens)
-        of_images = [
-            (int(step.new[:row].sum()), plan.starts[row], num_new[row], request.images.features)
-            for row, request in enumerate(requests)
-            if request.images is not None and request.images.features is not None
-        ]
+        of_images = _images_of(plan, step)
         if static and not self._shared:
-            self._shared = self._begin_alike(requests)
-        attention = self.ops.plan_attention(
-            num_new,
-            step.lengths.tolist(),
-            block_tables[0],
-            sent["seq_lens"],
-            block_size=self.block_size,
-            token_bytes=self.token_bytes,
-            num_steps=plan.num_steps,
-            shared=self._shared,
-            spans=() if step.decode else spans_within(of_images),
-            local_spans=any(features.local_spans for _, _, _, features in of_images),
-            workspace=self._workspace,
-            window_tables=window_tables,
-        )
+            self._shared = self._begin_alike(plan.requests)
+        attention = self._plan_attention(plan, step, block_tables[0], window_tables, sent["seq_lens"], of_images)
         return Batch(
-            num_rows=len(requests),
+            num_rows=len(plan.requests),
             num_steps=plan.num_steps,
             decode=step.decode,
             token_ids=sent["token_ids"],
@@ -182,6 +164,30 @@ class StepInputs:
             state_rows=StateRows(sent["slot_index"], sent["row_starts"], int(step.new.max())),
             images=image_rows(of_images, self.runtime.upload) if of_images else None,
             rope_deltas=self._put_rope_deltas(of_images, step.tokens),
+        )
+
+    def _plan_attention(
+        self,
+        plan: Plan,
+        step: PlanArrays,
+        block_tables: Tensor,
+        window_tables: Tensor | None,
+        seq_lens: Tensor,
+        of_images: Sequence[ImagePart],
+    ) -> Any:
+        return self.ops.plan_attention(
+            plan.num_new,
+            step.lengths.tolist(),
+            block_tables,
+            seq_lens,
+            block_size=self.block_size,
+            token_bytes=self.token_bytes,
+            num_steps=plan.num_steps,
+            shared=self._shared,
+            spans=() if step.decode else spans_within(of_images),
+            local_spans=any(features.local_spans for _, _, _, features in of_images),
+            workspace=self._workspace,
+            window_tables=window_tables,
         )
 
     def _upload(self, plan: Plan) -> list[Tensor]:
@@ -345,6 +351,15 @@ def _lists_of(request: Request) -> tuple[Sequence[float], ...]:
 def _counts_of(request: Request) -> tuple[int, ...]:
     """The lengths of ``_lists_of``."""
     return len(request.spec.stop_ids), len(request.spec.bias), len(request.spec.bias)
+
+
+def _images_of(plan: Plan, step: PlanArrays) -> list[ImagePart]:
+    """The parts of a plan's tokens that requests with images have."""
+    return [
+        (int(step.new[:row].sum()), plan.starts[row], plan.num_new[row], request.images.features)
+        for row, request in enumerate(plan.requests)
+        if request.images is not None and request.images.features is not None
+    ]
 
 
 def _widths(lists: dict[str, NDArray[Any]]) -> list[int]:

@@ -114,35 +114,12 @@ def from_state_dict(
     parts: dict[str, dict[str, Tensor]] = {}
     adapter = AdapterWeights()
     for key, tensor in tensors.items():
-        plain = key.removeprefix("base_model.model.")
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
         if not bool(copy.isfinite().all()):
             raise UnsupportedModelError(
                 f"adapter {name!r} has NaN or Inf in {key}: it was not trained to an end, or is damaged"
             )
-        where: dict[str, Any]
-        value: Any = copy
-        if match := _PART.fullmatch(plain):
-            kind = "offset" if match["leaf"] == "bias" else match["kind"].removeprefix("embedding_")
-            where, what = parts.setdefault(match["path"], {}), kind
-        elif match := _TOKENS.fullmatch(plain):
-            ids = _token_indices(match["path"], config)
-            if len(ids) != len(copy):
-                raise UnsupportedModelError(
-                    f"adapter {name!r} has {len(copy)} tokens of {match['path']}, and its config {len(ids)} "
-                    "trainable_token_indices: give its own config"
-                )
-            where, what, value = adapter.tokens, match["path"], TokenRows(ids, copy)
-        elif saved := _saved(plain, config.modules_to_save):
-            path, what = saved
-            where = adapter.saved.setdefault(path, {})
-        elif (match := _BASE.fullmatch(plain)) and (match["leaf"] == "weight" or config.bias != "none"):
-            where, what = adapter.bases if match["leaf"] == "weight" else adapter.biases, match["path"]
-        else:
-            raise UnsupportedModelError(
-                f"adapter {name!r} has {key}, which is neither LoRA of a layer nor in modules_to_save, biases or tokens "
-                "that its config names: give the tensors and the config of one adapter"
-            )
+        where, what, value = _place(adapter, parts, name, key, copy, config)
         if what in where:  # the names differ only in that of the adapter
             raise UnsupportedModelError(
                 f"adapter {name!r} has {key}, and the same of another adapter: give the tensors and the config of one adapter, "
@@ -161,6 +138,33 @@ def from_state_dict(
     for path, part in parts.items():
         _take(adapter, name, path, part, config, parameters)
     return adapter
+
+
+def _place(
+    adapter: AdapterWeights, parts: dict[str, dict[str, Tensor]], name: str, key: str, tensor: Tensor, config: Any
+) -> tuple[dict[str, Any], str, Any]:
+    """Where a tensor belongs by its key: (dictionary, key in it, value to put there). parts: of LoRA layers, by path."""
+    plain = key.removeprefix("base_model.model.")
+    if match := _PART.fullmatch(plain):
+        kind = "offset" if match["leaf"] == "bias" else match["kind"].removeprefix("embedding_")
+        return parts.setdefault(match["path"], {}), kind, tensor
+    if match := _TOKENS.fullmatch(plain):
+        ids = _token_indices(match["path"], config)
+        if len(ids) != len(tensor):
+            raise UnsupportedModelError(
+                f"adapter {name!r} has {len(tensor)} tokens of {match['path']}, and its config {len(ids)} "
+                "trainable_token_indices: give its own config"
+            )
+        return adapter.tokens, match["path"], TokenRows(ids, tensor)
+    if saved := _saved(plain, config.modules_to_save):
+        path, what = saved
+        return adapter.saved.setdefault(path, {}), what, tensor
+    if (match := _BASE.fullmatch(plain)) and (match["leaf"] == "weight" or config.bias != "none"):
+        return adapter.bases if match["leaf"] == "weight" else adapter.biases, match["path"], tensor
+    raise UnsupportedModelError(
+        f"adapter {name!r} has {key}, which is neither LoRA of a layer nor in modules_to_save, biases or tokens "
+        "that its config names: give the tensors and the config of one adapter"
+    )
 
 
 def _take_tied(adapter: AdapterWeights, parts: Iterable[str]) -> None:
