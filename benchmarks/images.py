@@ -22,8 +22,8 @@ from torch import nn
 from transformers import PreTrainedModel, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from stoker.benchmarks import ceilings, command, gate, overhead, report
+from stoker.benchmarks.comparison import timed
 from stoker.benchmarks.peers import Generate, Peer, Stoker
-from stoker.benchmarks.rollout import timed
 from stoker.benchmarks.workloads import ModelSpec, Workload, dtype_of
 from stoker.engine.images import reader as image_reader
 from stoker.rollout import RolloutBatch

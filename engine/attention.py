@@ -1,8 +1,8 @@
-"""How text attends: what transformers' ``AttentionInterface`` calls in the engine, and what is checked of masks.
+"""Attention of text: what transformers' ``AttentionInterface`` calls in the engine, and a check of the model's masks.
 
-The engine makes no mask. What its attention is told of instead, a window and a chunk, has to be what the model's masks let
-a token see. Once, when the model's layers are probed, transformers is let make masks: the functions of positions that it
-makes them by are kept and compared.
+The engine makes no masks. Its attention is given a window and a chunk instead, which have to say exactly what the model's masks
+let each token see. That is checked once, when the model's layers are probed: transformers then makes its masks, and the
+functions of positions that define them are kept and compared.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 PAGED, PROBED = "stoker_paged", "stoker_probed"  # attention implementations, as a config names them
 
-_FIRST, _SPREAD = 16, 16  # queries whose keys are compared: the first of all, and some that lie evenly over the rest
+_FIRST, _SPREAD = 16, 16  # queries that are compared: so many at the start, and so many spread evenly over the rest
 
 
 @contextmanager
 def attending_by(config: Any, implementation: str) -> Iterator[None]:
-    """Context manager: text attends, and its masks are made, as ``implementation`` names it."""
+    """Context manager: text attends, and masks are made, by ``implementation`` (a name, as configs have it)."""
     before: str = config._attn_implementation
     route_text(config, implementation)
     try:
@@ -39,9 +39,9 @@ def attending_by(config: Any, implementation: str) -> Iterator[None]:
 
 
 def route_text(config: Any, implementation: str) -> None:
-    """Set how text attends, and what makes its masks. Other parts of a model stay as they are."""
+    """Set by what text attends and by what its masks are made. Other parts of a model stay as they are."""
     text = config.get_text_config(decoder=True)
-    config._attn_implementation = {"": implementation} if config.sub_configs else implementation  # of itself alone
+    config._attn_implementation = {"": implementation} if config.sub_configs else implementation  # not of its parts
     for part in (getattr(config, key, None) for key in config.sub_configs):
         if part is not None and part.get_text_config(decoder=True) is text:
             route_text(part, implementation)
@@ -49,7 +49,7 @@ def route_text(config: Any, implementation: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MaskRule:
-    """Stands in for a mask. visible: of integer tensors (batch, head, query, key), true where the query sees the key."""
+    """Stands in for a mask. visible: a function of integer tensors (batch, head, query, key), true where the query sees the key."""
 
     visible: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -61,7 +61,7 @@ class MaskRule:
         raise AttributeError(f"it computes with masks, by their {name}, and the engine makes none")
 
     def first_difference(self, told: Visibility, length: int, device: torch.device) -> int | None:
-        """The first query below ``length`` that sees other keys than attention is told; None where all see the same."""
+        """The first query below ``length`` whose mask and attention see different keys; None where there is none."""
         zero, keys = torch.zeros((), dtype=torch.long, device=device), torch.arange(length, device=device)
 
         def differ(queries: list[int]) -> list[bool]:
@@ -82,7 +82,7 @@ class MaskRule:
 
 
 def check_masks(name: str, probe: ShapeProbe, length: int, device: torch.device) -> None:
-    """Raise ``UnsupportedModelError`` where a layer's mask hides what its attention shows, or the other way round."""
+    """Raise ``UnsupportedModelError`` where a layer's mask and its attention let a token see different keys."""
     for layer, rule in probe.masks.items():
         try:
             at = rule.first_difference(probe.told[layer], length, device)

@@ -1,4 +1,4 @@
-"""The message that carries a step's tensors to the model."""
+"""``Batch``: a step's tensors, on their way to the model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from stoker.kernels.reference.recurrent import StateRows
 class Batch:
     """One step's tensors: views of the static buffers, T tokens and R rows, padded to a bucket.
 
-    Padded tokens write to the null block and padded rows sample tokens nobody reads. Where plans are static, two batches
-    of decode steps with as many rows are the same tensors.
+    Padded tokens write to the null block, and padded rows sample tokens that nobody reads. Where plans are static, batches of
+    decode steps with equal numbers of rows are the same tensors.
     """
 
     num_rows: int  # real rows
@@ -33,30 +33,30 @@ class Batch:
     last_token: Tensor  # int64 [R], index of each row's last token
     seq_lens: Tensor  # int64 [R], keys the row's last token sees
     last_lens: Tensor  # int64 [R], keys it sees in the last step before its length ends
-    window_slots: Tensor  # the same of layers with a window, which may have blocks of their own
+    window_slots: Tensor  # as ``slots``, for layers with a window, which may have blocks of their own
     block_tables: Tensor  # int64 [R, M]
-    window_tables: Tensor | None  # of such blocks
+    window_tables: Tensor | None  # as ``block_tables``, for such blocks
     block_size: int
     attention: Any  # the plan made by Ops.plan_attention
-    shared: bool  # whether it reads together what neighbouring rows begin with
+    shared: bool  # whether attention reads the common beginning of neighbouring rows once for all
     sampling: SamplingRows
     scoring: ScoreRows | None  # None where nothing is scored
-    any_sampled: bool  # whether any row samples a token for keeps
+    any_sampled: bool  # whether any row samples a token that is kept
     adapters: AdapterRows | None  # None where no token has one
     sampled: Tensor  # int64 [max_num_seqs + 1], the newest token by slot, for plans made before it is read
-    state_rows: StateRows  # whose states they are that layers keep besides
+    state_rows: StateRows  # where the states of recurrent layers are
     images: ImageRows | None  # None where no token is an image's
     rope_deltas: Tensor | None  # rotary positions minus places, int64 [T] or [3, T]; None where they are the same
 
     @property
     def has_images(self) -> bool:
-        """Whether a token is an image's, or lies among such: steps like it are few."""
+        """Whether a token belongs to an image, or lies among an image's. Such steps are rare."""
         return self.images is not None or (self.rope_deltas is not None and self.rope_deltas.dim() > 1)
 
     def advance(self, ops: Ops, tokens: Tensor, logprobs: Tensor | None = None, record: Record | None = None) -> None:
-        """On to the next step of a decode window: each row's sampled token is its input.
+        """Move on to the next step of a decode window, whose input is each row's sampled token.
 
-        tokens: int64 [R]; record: where they are written besides, with ``logprobs``, fp32 [R].
+        tokens: int64 [R]; record: where they are noted, with ``logprobs``, fp32 [R].
         """
         ops.advance(
             tokens,

@@ -1,7 +1,7 @@
-"""What rows have to follow: automata over tokens, on the device side by side, and the state of each slot's.
+"""Patterns that completions have to follow: automata over tokens, side by side on the device, and the state of each slot.
 
-A step masks the logits by the state of its rows and moves the states on by what it samples; the host only says, where a
-request gets a slot, what it follows and how far it has come.
+A step masks the logits by the states of its rows, and moves the states on by what it samples. The host has a say only when a
+request gets a slot: which automaton it follows, and how far it has come.
 """
 
 from __future__ import annotations
@@ -40,26 +40,28 @@ class Constraint:
 
 
 def _nothing() -> None:
-    """Stands for the constraint of a slot whose state on the device is out of date."""
+    """In place of the constraint of a slot whose state on the device is out of date."""
 
 
 class Constraints:
-    """Where slots' constraints are on the device. Nothing is there before the first one.
+    """Where slots' constraints are on the device. Takes no memory before the first one.
 
-    The room for automata grows in powers of two, or stays where it is, as captured steps remember it; where it is full,
-    those that no slot follows make way. Requests hold constraints, and nothing here does.
+    Captured steps remember where automata are, so their memory stays in place, or grows to another power of two. Where it is
+    full, automata that no slot follows make way. Constraints are kept alive by requests, not here.
     """
 
     def __init__(self, runtime: Runtime, num_slots: int) -> None:
         self.rows: ConstraintRows | None = None
         self._runtime = runtime
         self._num_slots = num_slots
-        self._of_slot: dict[int, Callable[[], Constraint | None]] = {}  # of those whose state here may not be ``FREE``
+        self._of_slot: dict[
+            int, Callable[[], Constraint | None]
+        ] = {}  # slots whose state on the device may not be ``FREE``
         self._places: WeakKeyDictionary[Constraint, int] = WeakKeyDictionary()
         self._end = 0  # of the last automaton
 
     def start(self, requests: Iterable[tuple[int, Constraint | None, Sequence[int], int]]) -> None:
-        """Begin requests in slots. Of each: slot, constraint, tokens sampled so far, position of the first token that may end it."""
+        """Begin requests in slots: (slot, constraint, tokens sampled so far, position of the first token that may end it) each."""
         requests = [r for r in requests if r[1] is not None or r[0] in self._of_slot]
         if not requests:
             return
@@ -67,7 +69,7 @@ class Constraints:
             self._of_slot[slot] = _nothing if constraint is None else ref(constraint)
         try:
             self._start(requests)
-        except BaseException:  # no memory, say: whoever has a slot next is not to be taken for one of these
+        except BaseException:  # no memory, say: the next request in such a slot must not be taken for this one
             self._of_slot.update(dict.fromkeys((slot for slot, *_ in requests), _nothing))
             if self.rows is None:
                 self._of_slot.clear()
@@ -84,7 +86,7 @@ class Constraints:
         base = np.zeros(self._num_slots + 1, dtype=np.int64)
         for slot, follows in self._of_slot.items():
             if (constraint := follows()) is not None:
-                base[slot] = self._places.get(constraint, 0)  # none of a slot that a failed step has left behind
+                base[slot] = self._places.get(constraint, 0)  # it may have no place after a step that failed
         states = [FREE if c is None else c.after(tokens) for _, c, tokens, _ in requests]
         new = np.array([[slot for slot, *_ in requests], states, [first_end for *_, first_end in requests]])
         based, (slots, now, first_end) = self._runtime.upload(base, new)
@@ -99,9 +101,9 @@ class Constraints:
         self._places.clear()
 
     def _place(self, constraint: Constraint) -> None:
-        """Put an automaton on the device. Where there is no room behind the others, write all that slots follow anew.
+        """Put an automaton on the device. Where there is no room behind the others, all that slots follow are written anew.
 
-        What was launched before has read what was there.
+        Steps launched before have read the old ones by then.
         """
         if self.rows is not None and self._end + len(constraint.table) <= len(self.rows.automata):
             return self._write(self.rows, constraint)
@@ -121,7 +123,7 @@ class Constraints:
             self._write(self.rows, one)
 
     def _free_rows(self, automata: Tensor) -> ConstraintRows:
-        count = self._num_slots + 1  # one for rows that sample nothing for keeps
+        count = self._num_slots + 1  # one more, for rows whose samples are not kept
         base, states, first_end = (torch.full((count,), n, device=automata.device) for n in (0, FREE, 0))
         return ConstraintRows(automata, base, states, first_end)
 

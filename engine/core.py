@@ -1,8 +1,8 @@
 """The loop: plan, fill, run, commit.
 
-A device that works by itself is kept busy: the next plan is made and launched while the one before it runs, and what
-was sampled is read one plan late. Plans run in order on the device, so a block that is given up by one and taken by the
-next is never used by both at once.
+An asynchronous device is kept busy: the next plan is made and launched while the one before it runs, and what was sampled is
+read one plan late. Plans run in order on the device, so a block that one plan gives up and the next one takes is never used
+by both at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EngineCore:
         images: ImageReader,
         ahead: int,
     ) -> None:
-        """place_adapter: have an adapter's weights in its slot, before the first step of a request that uses it.
+        """place_adapter: puts an adapter's weights into its slot, before the first step of a request that uses it.
 
         ahead: plans that may be launched before the oldest one's results are read.
         """
@@ -54,7 +54,7 @@ class EngineCore:
         self.scheduler.add(requests)
 
     def encoder(self) -> Callable[[Sequence[ImageInputs], Adapter | None], None]:
-        """A function that encodes the images of prompts, as that of ``ImageReader.begin``. For one use, between two steps."""
+        """A function that encodes the images of prompts, as ``ImageReader.begin`` gives it. For use now, between two steps."""
         ensure = self.images.begin(self.runner.model)
 
         def between_steps(prompts: Sequence[ImageInputs], adapter: Adapter | None) -> None:
@@ -64,7 +64,7 @@ class EngineCore:
         return between_steps
 
     def set_weight_version(self, version: int) -> None:
-        """New weights: nothing that was computed before serves a prompt. Nothing may be pending."""
+        """New weights: nothing computed before is used for a prompt. No step may be pending."""
         self.scheduler.set_weight_version(version)
         self.images.renew()
 
@@ -75,7 +75,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is under way. Where all ended early a plan may still run, whose results nobody wants."""
+        """Whether a request is under way. A plan may still be running without: then all its requests ended early."""
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     @in_one_piece
@@ -95,7 +95,7 @@ class EngineCore:
     def _read(self, plan: Plan, pending: Pending) -> list[Request]:
         try:
             sampled = pending.read()
-        except torch.AcceleratorError as error:  # kernels fail long after they were launched, as here
+        except torch.AcceleratorError as error:  # kernels fail some time after their launch: here
             raise self._lost(plan, error) from error
         return self.scheduler.commit(plan, sampled)
 
@@ -108,7 +108,7 @@ class EngineCore:
 
     def _launch(self, plan: Plan) -> Pending:
         try:
-            # Whatever mode the caller is in: what is made here in inference mode could not be written to outside of it.
+            # Not in inference mode, even if the caller is: tensors made in it could not be written to outside of it.
             with self.inputs.runtime.chosen(), torch.inference_mode(False):
                 ensure = self.images.begin(self.runner.model)
                 for request, start in zip(plan.requests, plan.starts, strict=True):
@@ -137,15 +137,15 @@ class EngineCore:
             self._launched.popleft()
 
     def abort(self, requests: Iterable[Request]) -> None:
-        """End these requests, those that have not ended yet. What is sampled for them still arrives, and is dropped."""
+        """End those of the requests that have not ended yet. What is being sampled for them still arrives, and is dropped."""
         self.scheduler.abort(requests)
 
     def release(self) -> None:
-        """Hold nothing any more that a step would run on: there is no other one."""
+        """Let go of all that a step runs on: there will be no more steps."""
         for name in ("runner", "inputs", "images"):
             vars(self).pop(name, None)
 
     def abort_all(self, error: StokerError | None = None) -> None:
-        """Drop all work, wherever an exception struck. Every block and slot is free again."""
+        """Drop all work, wherever an exception struck. All blocks and slots are free afterwards."""
         self._launched.clear()
         self.scheduler.abort_all(error)

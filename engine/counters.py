@@ -1,4 +1,4 @@
-"""What a scheduler counts over its life."""
+"""What a scheduler counts, from when it was built: tokens, preemptions, finished requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(slots=True)
 class Counters:
     preemptions: int = 0
-    prompt_tokens: int = 0  # tokens given, to go on from or to score
+    prompt_tokens: int = 0  # of prompts, and of sequences to score
     prefix_hit_tokens: int = 0  # prompt tokens not computed because the prefix cache had them
     shared_tokens: int = 0  # prompt tokens not computed because a sample of the same prompt had them
     generated_tokens: int = 0

@@ -1,4 +1,4 @@
-"""What differs between a CPU and a CUDA device outside the operations: memory and the way to the host."""
+"""What differs between a CPU and a CUDA device, besides operations: memory, copies to and from the host, and graphs."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ class Runtime:
         return HostCopy(tensor.clone())
 
     def let_go(self, memory: Tensor) -> None:
-        """Tell of static memory that is about to be dropped: nobody gets it before all that was launched has read it."""
+        """Call before static memory is dropped: nobody else gets it before all that was launched has read it."""
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Record what ``body`` launches, running none of it; returns what launches it all again."""
+        """Record what ``body`` launches, without running it; returns a function that launches all of it."""
         raise NotImplementedError
 
     def release_graph_memory(self) -> None:
-        """Give back what captured graphs, all of them dropped, have held."""
+        """Give back the memory of captured graphs, all of which have been dropped."""
 
     def release_memory(self) -> None:
         """Give memory that has just been dropped back to the system."""
@@ -91,9 +91,9 @@ class CpuRuntime(Runtime):
 class CudaRuntime(Runtime):
     ahead: int = 1
     graphs: bool = True
-    _pool: list[Any] = field(default_factory=list)  # the memory pool of graphs, made with the first of them
-    _graphs: WeakSet[Any] = field(default_factory=WeakSet)  # what was captured into it and is still there
-    _side: list[Any] = field(default_factory=list)  # the stream they are captured on, likewise
+    _pool: list[Any] = field(default_factory=list)  # the memory pool of graphs, made with the first one
+    _graphs: WeakSet[Any] = field(default_factory=WeakSet)  # graphs in that pool that still exist
+    _side: list[Any] = field(default_factory=list)  # the stream they are captured on, made with the first one
     _abandoned: list[Any] = field(default_factory=list)  # graphs whose capture could not be ended
 
     def free_memory(self) -> int:
@@ -125,32 +125,36 @@ class CudaRuntime(Runtime):
         return HostCopy(host, event)
 
     def let_go(self, memory: Tensor) -> None:
-        # Torch knows of the stream it was made under alone, and steps may be under others: each turn at the engine waits
-        # for the one before, so all of them are over when the current one is.
+        # Torch only knows the stream the memory was made in, and steps may be in others. Each turn at the engine waits for
+        # the one before, so all are over when the current stream is.
         memory.record_stream(torch.cuda.current_stream(self.device))
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
-        if not self._graphs:  # torch takes a pool whose graphs are all gone for nobody's, and refuses to use it again
+        if not self._graphs:  # torch refuses to use a pool again once all its graphs are gone
             self._leave_pool()
         if not self._pool:
             self._pool.append(torch.cuda.graph_pool_handle())
-        if not self._side:  # one: torch has but 32, and what another thread launches on it meanwhile would be captured
+        if (
+            not self._side
+        ):  # made once: torch has only 32, and captures whatever another thread launches on the same one
             self._side.append(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
         main: Any = torch.cuda.current_stream(self.device)
         side = self._side[0]
         side.wait_stream(main)
         collects = gc.isenabled()
-        gc.disable()  # the finaliser of another engine's memory, say, would synchronise, which no capture survives
+        gc.disable()  # a finaliser, say of another engine's memory, may synchronise, which would break the capture
         try:
             # Not torch.cuda.graph, which synchronises, collects garbage and empties the allocator's cache each time.
             with torch.cuda.stream(side):
                 try:
-                    with torch.inference_mode(False):  # torch keeps tensors of the first, which later ones write to
+                    with torch.inference_mode(
+                        False
+                    ):  # torch keeps tensors from the first capture, and later ones write to them
                         graph.capture_begin(pool=self._pool[0], capture_error_mode="thread_local")
                     body()
                 except BaseException:
-                    with suppress(RuntimeError):  # a capture that was invalidated cannot be ended in peace
+                    with suppress(RuntimeError):  # ending a broken capture raises
                         self._end(graph)
                     raise
                 self._end(graph)
@@ -172,8 +176,8 @@ class CudaRuntime(Runtime):
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(*pool)
                 torch._C._cuda_releasePool(*pool)
-                # The allocator of pinned memory cannot be told: it goes on asking this graph, which has to live for that,
-                # and refuses to use its pool.
+                # The allocator of pinned memory goes on asking this graph, which therefore has to live on; and its pool
+                # cannot be used any more.
                 self._abandoned.append(graph)
                 self._leave_pool()
             raise
@@ -181,10 +185,10 @@ class CudaRuntime(Runtime):
     def _leave_pool(self) -> None:
         """Have later captures use a new pool of memory.
 
-        Torch keeps a cuBLAS workspace for every stream that has multiplied, for ``_side`` in the pool of its first graph.
-        It would keep that part from being given back, and a graph of another pool must not use it, as it may be gone any
-        time. There is no way to let go of one alone: with it go those that a trainer's graphs remember, if they were
-        captured on a stream that had multiplied before. So this is done for a pool, not for every graph.
+        Torch keeps a cuBLAS workspace for every stream that has multiplied; that of ``_side`` is in the pool of its first graph.
+        It would keep that memory from being given back, and graphs of another pool must not use it, as it may go at any time.
+        Workspaces can only be dropped all together, also those that a trainer's graphs remember, if they were captured on a
+        stream that had multiplied before. So this is done once for a pool, not for every graph.
         """
         self._graphs.clear()
         if self._pool:

@@ -1,7 +1,7 @@
 """Decode windows as CUDA graphs: the whole step, sampler and stop detection included, captured once and replayed.
 
-There is one graph for a number of rows (a bucket) and a way of sampling. A batch of decode steps reads and writes static
-buffers alone, so a graph serves every such batch, whatever its lengths, and the host only launches ``num_steps`` replays.
+There is one graph for each number of rows (a bucket) and way of sampling. Decode steps read and write static buffers only, so a
+graph serves all such batches, whatever their lengths, and the host just launches ``num_steps`` replays.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class _Graph:
 class GraphStep:
     """An ``EagerStep`` that replays decode windows.
 
-    The first batch of a kind runs eagerly, which also compiles what there is to compile; then its step is captured. A
-    step that cannot be captured, or for which memory is short, goes on running eagerly; the log says so once. Each graph
-    takes memory: of too many, the one that has not been replayed for longest goes.
+    The first batch of a kind runs eagerly, which also compiles its kernels; then its step is captured. A step that cannot be
+    captured, or for which memory is short, goes on running eagerly, and the log says so once. Graphs take memory: when there
+    are too many, the one that was not replayed for longest is dropped.
     """
 
     def __init__(self, eager: EagerStep, window: int) -> None:
         self.eager = eager
         self.runtime = eager.runtime
         self.window = window
-        self._graphs: dict[_Key, _Graph | None] = {}  # the one replayed last at the end
-        self._layout: int | None = None  # of the adapters that were captured
-        self._inputs = 0  # where the numbers are that captured steps are sent
+        self._graphs: dict[_Key, _Graph | None] = {}  # the most recently replayed last; None: capturing failed
+        self._layout: int | None = None  # of adapters, when graphs with adapters were captured
+        self._inputs = 0  # the address of the input buffer that captured steps read
 
     @property
     def model(self) -> ModelShell:
@@ -70,12 +70,12 @@ class GraphStep:
         return any(graph is not None for graph in self._graphs.values())
 
     def release_graphs(self) -> None:
-        """Forget every graph and give its memory back; each is captured again when it is next wanted."""
+        """Drop every graph and give its memory back; each is captured again when it is next needed."""
         self._forget(self._graphs)
         self.runtime.release_graph_memory()
 
     def _forget(self, keys: Iterable[_Key]) -> None:
-        """Drop graphs. The memory that a launched replay writes to stays until it is over."""
+        """Drop graphs. Memory that a launched replay writes to stays until that is over."""
         for key in list(keys):
             graph = self._graphs.pop(key)
             for memory in () if graph is None else (graph.step, *graph.outputs):
@@ -85,16 +85,16 @@ class GraphStep:
         if not (batch.decode and batch.any_sampled) or batch.scoring is not None or batch.has_images:
             return self.eager(batch)
         inputs = batch.token_ids.untyped_storage().data_ptr()
-        if inputs != self._inputs:  # elsewhere since a longer list of ids came: what was captured reads where they were
+        if inputs != self._inputs:  # moved, to fit a longer list of ids: captured steps read the old place
             self._forget(self._graphs)
             self._inputs = inputs
         adapters = None if batch.adapters is None else self.model.lora.layout
         if adapters is not None and adapters != self._layout:
-            if self._layout is not None:  # what was captured of other adapters is never replayed again
+            if self._layout is not None:  # graphs of other adapters are never replayed again
                 self._forget(key for key in self._graphs if key[0] is not None)
             self._layout = adapters
         followed = batch.sampling.constraints
-        automata = None if followed is None else followed.automata.data_ptr()  # elsewhere where there was no room
+        automata = None if followed is None else followed.automata.data_ptr()  # moves when it grows
         key = (
             adapters,
             batch.shared,
@@ -143,12 +143,12 @@ class GraphStep:
 
         try:
             with torch.inference_mode(), torch.autocast(device.type, enabled=False):
-                # A kernel's code cannot always be loaded while its launch is captured, and a batch of a single step has not
-                # run this yet: so it runs once before. The step it takes too far is in buffers that every plan writes anew,
-                # but for the newest tokens, of which it gets a copy.
+                # A kernel's code cannot always be loaded during a capture, and a batch of a single step has not run this
+                # part: so run it once first. It moves the batch one step too far, in buffers that every plan writes anew;
+                # only of the newest tokens it gets a copy.
                 finish([output[0].clone() for output in outputs], replace(record, newest=batch.sampled.clone()))
                 return _Graph(self.runtime.capture(body), step, outputs)
-        except RuntimeError as error:  # of which torch.OutOfMemoryError is one
+        except RuntimeError as error:  # torch.OutOfMemoryError too
             _log.warning("decode steps of %d rows run without a CUDA graph: capturing one failed (%s)", rows, error)
             return None
 
@@ -157,7 +157,7 @@ def _kind(rows: SamplingRows, count: int) -> _Key:
     """What a captured step depends on besides the contents of its buffers."""
     return (
         count,
-        rows.stop_ids.shape[1],  # wider lists of ids are other buffers
+        rows.stop_ids.shape[1],  # longer lists of ids are in other buffers
         rows.biased.shape[1],
         rows.any_random,
         rows.any_greedy,

@@ -1,7 +1,7 @@
-"""The trainer's model class as a shell around the trainer's own tensors, with paged attention inside.
+"""The engine's model: a shell of the trainer's own class around the trainer's own tensors, with paged attention inside.
 
-The shell is built on the ``meta`` device, so it owns no weight. Attention calls reach ``StepContext`` through
-transformers' ``AttentionInterface``; the context of the step travels as a keyword of the forward call.
+The shell is built on the ``meta`` device, so it owns no weights. Its attention calls ``StepContext`` through transformers'
+``AttentionInterface``; each step's context is passed on as a keyword of the forward call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stoker.engine.supported_models import SCALED_BY_LENGTH, check_length, check
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterRows
 
-_OF_THE_SHELL = {"training", "layer_idx"}  # of a module's settings
+_OF_THE_SHELL = {"training", "layer_idx"}  # settings of modules that the shell does not take over
 
 
 class ModelShell:
@@ -42,7 +42,7 @@ class ModelShell:
         check_supported(model)
         assert isinstance(model, PreTrainedModel)
         check_length(model, max_model_len)
-        self.settings = Settings()  # the model's, which the shell has taken over
+        self.settings = Settings()  # the model's own, taken over by the shell
         for part in {id(c): c for c in (model.config, model.config.get_text_config(decoder=True))}.values():
             self.settings.watch_numbers(part)
         config = copy.deepcopy(model.config)
@@ -50,7 +50,7 @@ class ModelShell:
         config._experts_implementation = EXPERTS
         for part in (config, config.get_text_config(decoder=True)):
             part.return_dict, part.output_hidden_states, part.output_attentions = True, False, False
-        # Of torch's own in front of it, composable DDP's does not initialise what it makes.
+        # Skip classes that torch put in front of the model's own: composable DDP's cannot be built.
         kind = next(c for c in type(model).__mro__ if c.__module__.partition(".")[0] != "torch")
         with torch.device("meta"), _Undrawn(), torch.random.fork_rng(devices=[]):
             self.module: Any = kind(config)
@@ -61,20 +61,22 @@ class ModelShell:
         self.lora: LoraLayers
         self.hidden: Callable[[Tensor, Tensor, Any], Tensor] = self._module_hidden
         self.logits: Callable[[Tensor], Tensor] = self.module_logits
-        self.refresh: Callable[[], None] = lambda: None  # brings up to date what was computed from weights or buffers
+        self.refresh: Callable[[], None] = lambda: None  # computes anew what is derived from weights or buffers
         self.max_model_len = max_model_len
         self.num_layers = int(self.config.num_hidden_layers)
         self.vocab = int(self.module.get_output_embeddings().weight.shape[0])
         self.has_wide_head = False
-        self.same_keys: dict[int, int] = {}  # of layers that attend to the keys of another: which one
-        self._places: dict[str, tuple[dict[str, Any], str]] = {}  # of tensors, by name
-        self.stood_for: dict[str, str] = {}  # tensors that others of the model's are bound in place of, by name
+        self.same_keys: dict[int, int] = {}  # layers that attend to another layer's keys: which one's
+        self._places: dict[
+            str, tuple[dict[str, Any], str]
+        ] = {}  # by tensor name: a module's registry, and the name in it
+        self.stood_for: dict[str, str] = {}  # by tensor name: the name of another tensor, bound in its place
 
     def bind(self, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module]) -> None:
         """Put the trainer's tensors in place by name. No copies.
 
-        tensors: every parameter and buffer, tied ones under each of their names. Plain tensor attributes of modules,
-        which no name covers, and their settings are taken from ``modules``, the model's by name.
+        tensors: every parameter and buffer, tied ones under each of their names. modules: the model's, by name; from them come
+        settings, and tensors that are plain attributes.
         """
         take_over_quantised(self.module, modules, tensors)
         own = dict(self.module.named_parameters(remove_duplicate=False))
@@ -97,7 +99,7 @@ class ModelShell:
             self._places[name] = registry, leaf
         for path, module in self.module.named_modules():
             theirs = vars(modules[path]) if path in modules else {}
-            is_split = "_is_expert_parallel" in theirs  # and says how many experts this rank has
+            is_split = "_is_expert_parallel" in theirs  # its settings are of this rank's experts alone
             for key, value in vars(module).items():
                 if isinstance(value, Tensor) and value.is_meta:
                     setattr(module, key, getattr(modules[path], key))
@@ -105,24 +107,26 @@ class ModelShell:
                     setattr(module, key, self.settings.taken_over(path, theirs, key, value))
         self.stood_for = _keep_unscaled(self.module)
         self._base, self._tail, self._given = _split(self.module)
-        self.text: Any = self._base if self._base in self.decoder.modules() else self.decoder  # Llama 4's has a head
+        self.text: Any = (
+            self._base if self._base in self.decoder.modules() else self.decoder
+        )  # Llama 4's decoder has a head
         self.has_wide_head = self._cast_to_wide_head()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that it runs on now, by name; those of layers that fused ones have replaced, too."""
+        """The tensors that it runs on now, by name, including those of layers that were replaced by fused ones."""
         return {name: registry[leaf] for name, (registry, leaf) in self._places.items()}
 
     def _cast_to_wide_head(self) -> bool:
-        """Where the head is wider than the layers (TRL's ``cast_lm_head_to_fp32``), cast what it is given; returns whether.
+        """Where the head has a wider dtype than the layers (TRL's ``cast_lm_head_to_fp32``), cast its input; returns whether.
 
-        Embeddings that are tied to it give the layers what these take.
+        The output of embeddings that are tied to the head is cast to the layers' dtype.
         """
         head, embeddings = self.module.get_output_embeddings(), self.module.get_input_embeddings()
         wide, numbers = head.weight.dtype, Counter[torch.dtype]()
         for parameter in self._base.parameters():
             if not is_packed(parameter) and parameter is not embeddings.weight and parameter.is_floating_point():
                 numbers[parameter.dtype] += parameter.numel()
-        # What few are is no matter: routers may stay in fp32 among narrower layers.
+        # The dtype of most numbers counts: routers, say, may stay in fp32 among narrower layers.
         narrow = max(numbers, key=lambda dtype: numbers[dtype], default=wide)
         if narrow == wide or numbers.keys() - {wide} != {narrow} or torch.promote_types(wide, narrow) != wide:
             return False
@@ -132,7 +136,7 @@ class ModelShell:
 
     @property
     def beside_text(self) -> list[str]:
-        """Topmost modules of a multimodal model that no text goes through, by path."""
+        """Paths of the topmost modules of a multimodal model that no text goes through."""
         read = {*self.decoder.modules(), *self.module.get_output_embeddings().modules()}
         multimodal = self.decoder is not self.module.base_model
         paths: list[str] = []
@@ -147,7 +151,7 @@ class ModelShell:
         return weight.device
 
     def layer_shapes(self) -> list[LayerShape]:
-        """What each layer stores, seen by running two tokens."""
+        """What each layer stores, found by running two tokens. Raises ``UnsupportedModelError`` where that does not work out."""
         probe = ShapeProbe()
         positions = torch.arange(2, device=self.device)
         tokens, name = torch.zeros_like(positions), type(self.module).__name__
@@ -185,7 +189,7 @@ class ModelShell:
 
     @contextmanager
     def _first_is_nan(self) -> Iterator[None]:
-        """Context manager: the first token's embedding is NaN, and so is all that depends on it, even times zero."""
+        """Context manager: the first token's embedding is NaN, and so is whatever depends on it, even if multiplied by zero."""
 
         def spoil(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             return output.index_fill(1, torch.zeros(1, dtype=torch.long, device=output.device), torch.nan)
@@ -208,7 +212,7 @@ class ModelShell:
         return self.logits(hidden)
 
     def _module_hidden(self, token_ids: Tensor, positions: Tensor, context: Any) -> Tensor:
-        """What ``logits`` takes, for every token. token_ids, positions: int64 [T]. Returns [T, D]."""
+        """The hidden states of all tokens, as ``logits`` takes them. token_ids, positions: int64 [T]. Returns [T, D]."""
         given = {"input_ids": token_ids[None], "position_ids": positions[None]}
         with self._placing(context):
             out = self._run(self._base, given, positions, context)
@@ -218,7 +222,7 @@ class ModelShell:
 
     @contextmanager
     def _placing(self, context: Any) -> Iterator[None]:
-        """Context manager: the language model gets images' embeddings and positions in place of those of their placeholders."""
+        """Context manager: the language model gets embeddings and positions of images in place of their placeholders'."""
         images, rotary = context.images, context.rotary
         if images is None and rotary is None:
             yield
@@ -251,12 +255,12 @@ class ModelShell:
             return module(**given, use_cache=False, stoker_context=context)
 
     def module_logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits of chosen rows, after the last norm. hidden: [R, D]. Returns [R, V] in the model's dtype."""
+        """Next-token logits, by the model's own head. hidden: [R, D], after the last norm. Returns [R, V] in the model's dtype."""
         logits: Tensor = self._tail(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
 
     def logits_through(self, project: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """What the model's class makes of the logits of another head, ``project``: [R, D] to [R, V]."""
+        """As ``module_logits``, with another head in place of the model's. project: [R, D] to [R, V]."""
         head = self.module.get_output_embeddings()
         (name,) = (n for n, m in self.module.named_children() if m is head)
         tail: Any = copy.copy(self._tail)
@@ -265,7 +269,7 @@ class ModelShell:
 
 
 class _Undrawn(TorchFunctionMode):
-    """Within, what has no memory is not filled with first numbers, which takes most of the time of making modules."""
+    """Within, tensors without memory are not initialised, which would take most of the time of making modules."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -277,7 +281,7 @@ class _Undrawn(TorchFunctionMode):
 
 
 class _GivenHiddenStates(nn.Module):
-    """Stands in for a base model: its output holds the hidden states it is given."""
+    """Stands in for a base model: outputs the hidden states that it is given."""
 
     output_type: Any = None  # class of the base model's output
 
@@ -286,7 +290,7 @@ class _GivenHiddenStates(nn.Module):
         object.__setattr__(self, "base", base)  # not a child: its parameters have names already
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else the class reads of its base model, such as the multiplier of its logits."""
+        """Whatever else the model's class reads from its base model, such as a multiplier of logits."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -306,9 +310,9 @@ class _Head(nn.Module):
 
 
 def _split(module: Any) -> tuple[nn.Module, nn.Module, _GivenHiddenStates]:
-    """The base model, and the same model without it: what its class does with hidden states (scales, softcaps).
+    """The base model, and the rest of the model: what its class does with hidden states (head, scales, softcaps).
 
-    The latter is a second view of the same head and parameters, so that what is bound to the module is bound to it.
+    The rest is a second view of the same head and parameters, so that what is bound to the module is bound to it too.
     Raises ``UnsupportedModelError`` where no child holds all up to the head.
     """
     embeddings = module.get_input_embeddings()
@@ -324,11 +328,11 @@ def _split(module: Any) -> tuple[nn.Module, nn.Module, _GivenHiddenStates]:
 
 
 def _keep_unscaled(model: nn.Module) -> dict[str, str]:
-    """Have rotary embeddings that are scaled by a batch's longest sequence run on the frequencies of short ones.
+    """Have rotary embeddings that depend on a batch's longest sequence use the frequencies of short sequences.
 
-    The engine's are all short (``check_length``). Where the trainer's was not, its buffer holds other frequencies until its
-    next forward, and it is not the shell's to write them. Returns the names of such buffers, with those of what is bound
-    in place of them.
+    The engine's sequences are all short (``check_length``). After a long batch of the trainer's its buffer has other
+    frequencies, until its next forward, and the shell must not write to it. Returns, by the names of such buffers, those of
+    the buffers that are bound in their place.
     """
     found: dict[str, str] = {}
     for path, module in model.named_modules():

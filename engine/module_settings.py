@@ -1,4 +1,4 @@
-"""What modules compute with besides tensors (scales, bounds, numbers of experts), and whether any of it has changed."""
+"""Notices when settings of modules change: numbers they compute with that are no tensors (scales, bounds, numbers of experts)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stoker.kernels.errors import UnsupportedModelError
 
-# What a trainer may change all the time, and no rollout reads; a kept length is of the rotary embeddings' own.
+# What a trainer may change at any time, and no rollout reads. ``seq_len_cached`` is rotary embeddings' own book-keeping.
 _NOT_OF_ROLLOUTS = re.compile(
     r"_.*|p|name_or_path|padding_idx|.*(drop|jitter|loss|_coef|checkpointing|initializer|seq_len_cached|token_id).*"
 )
@@ -23,7 +23,7 @@ def is_setting(value: Any) -> bool:
 
 
 class Settings:
-    """Settings of modules and numbers of configurations, compared by calls that never come back to Python: 50 ns each."""
+    """Settings of modules and numbers in configurations. They are compared without a line of Python for each: 50 ns each."""
 
     def __init__(self) -> None:
         self._owners: list[dict[str, Any]] = []
@@ -31,7 +31,7 @@ class Settings:
         self._values: list[Any] = []
 
     def taken_over(self, path: str, owner: dict[str, Any], name: str, own: Any) -> Any:
-        """The value of a setting in the model's module, ``owner``, which is watched; ``own``, as the config says, where it has none.
+        """A setting's value in the model's module, ``owner``, which is watched from now on; where it has none, the class's ``own``.
 
         Raises ``UnsupportedModelError`` for an array in place of a number.
         """
@@ -55,7 +55,7 @@ class Settings:
             self._values.append(owner.get(name))
 
     def watch_numbers(self, config: Any) -> None:
-        """Watch the numbers of a model's configuration, as its forward may read them (a softcap). Switches are the trainer's."""
+        """Watch the numbers in a model's configuration: its forward may read them (a softcap). Switches are left to the trainer."""
         for name, value in vars(config).items():
             if value is None or type(value) in (int, float):
                 self.watch(vars(config), name)
@@ -74,7 +74,7 @@ def _plain(value: Any) -> Any:
 
 
 def _differs(now: Any, before: Any) -> bool:
-    if before is None:  # what a forward keeps there, such as positions of a sequence's images, is no setting
+    if before is None:  # what a forward leaves there (positions of images, say) is no setting
         return type(now) in (int, float)
     now = _plain(now)
     return not is_setting(now) or bool(now != _plain(before))

@@ -1,4 +1,4 @@
-"""A plan's numbers on their way to the device: arrays side by side, sent in one copy."""
+"""Sends a plan's numbers to the device: arrays side by side in one block, in one copy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 Spec = tuple[type[np.generic], tuple[int, ...]]  # dtype and shape of an array
 
-ALIGNMENT = 16  # bytes: a kernel is compiled anew for an address that is no multiple of it
+ALIGNMENT = 16  # bytes: kernels are compiled once more for addresses that are no multiple of it
 _MOST_LAYOUTS = 64
 
 
@@ -41,7 +41,7 @@ def arrays_in(block: NDArray[np.uint8], specs: Sequence[Spec]) -> list[NDArray[A
 
 
 class Channel:
-    """Static memory of a device that the host fills again and again. This one is a CPU's, which reads what is written.
+    """Static memory of a device that the host fills again and again. On a CPU the step reads the very memory that is written.
 
     ``blocks``: where the host writes, uint8 [nbytes] each.
     """
@@ -51,15 +51,15 @@ class Channel:
         self.blocks: Sequence[NDArray[np.uint8]] = (self.static.numpy(),)
 
     def open(self) -> int:
-        """The block to write next, which nothing reads any more."""
+        """The block to write next; nothing reads it any more."""
         return 0
 
     def send(self, block: int, nbytes: int) -> None:
-        """Let what is launched from now on read the beginning of a block."""
+        """Make the beginning of a block visible to what is launched from now on."""
 
 
 class PinnedChannel(Channel):
-    """A CUDA device's channel: copies run when their turn comes, so the next plan is written to another block meanwhile."""
+    """A CUDA device's channel: a copy runs when its turn comes, so the next plan is written to another block meanwhile."""
 
     def __init__(self, nbytes: int, device: torch.device, depth: int) -> None:
         self.static = torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -70,7 +70,9 @@ class PinnedChannel(Channel):
 
     def open(self) -> int:
         block, self._next = self._next, (self._next + 1) % len(self.blocks)
-        self._sent[block].synchronize()  # its last copy is over long ago, if no more plans are under way than blocks
+        self._sent[
+            block
+        ].synchronize()  # returns at once, as long as there are at least as many blocks as plans under way
         return block
 
     def send(self, block: int, nbytes: int) -> None:
@@ -79,9 +81,9 @@ class PinnedChannel(Channel):
 
 
 class PackedInputs:
-    """Named arrays: written on the host, then read on the device. Those of equal sizes are always the same tensors.
+    """Named arrays that are written on the host and read on the device. For equal sizes they are always the same tensors.
 
-    layout: gives the arrays for some sizes. most: the largest sizes. channel: makes the memory.
+    layout: the arrays for given sizes. most: the largest sizes. channel: makes the memory.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class PackedInputs:
         """(the arrays, with garbage in them; a function that sends them to the device once they are written)."""
         block = self._channel.open()
         if (block, *sizes) not in self._views:
-            if len(self._views) == _MOST_LAYOUTS:  # of long prompts, hardly ever the same
+            if len(self._views) == _MOST_LAYOUTS:  # sizes of long prompts hardly ever come again
                 self._views.clear()
             layout = self._layout(*sizes)
             specs = list(layout.values())

@@ -1,4 +1,4 @@
-"""The two messages around a step: what the scheduler wants computed, and what was sampled."""
+"""``Plan``, what the scheduler wants computed in a step, and ``Sampled``, what came of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Plan:
     requests: list[Request]
     starts: list[int]  # tokens each has computed before
     num_new: list[int]  # tokens each computes (in the first step)
-    num_samples: list[int]  # tokens each samples for keeps: 0 while its prompt is not through, at most num_steps
+    num_samples: list[int]  # sampled tokens each keeps: 0 while its prompt is not complete, at most num_steps
     scored: list[range]  # given tokens each scores
     num_steps: int
     admitted: list[Request]  # those that got a slot since the last plan
@@ -29,7 +29,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a plan's steps sampled, on the host: [requests][num_steps]. What is beyond ``num_samples`` means nothing."""
+    """What a plan's steps sampled, on the host: [requests][num_steps]. Ignore what is beyond ``num_samples``."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]

@@ -1,4 +1,4 @@
-"""A plan in arrays: what its rows and tokens are, and how many there are of each with padding."""
+"""A plan as arrays: its rows and tokens, and how many of each there are with padding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PlanArrays:
     rows: int  # with padding, as tokens are
     tokens: int
     decode: bool  # every row computes one token, so that rows and tokens are the same
-    slots: NDArray[np.int64]  # [rows], of padding the one beyond all others
+    slots: NDArray[np.int64]  # [rows]; padding has the spare slot behind all others
     new: NDArray[np.int64]  # of each request: tokens it computes,
     lengths: NDArray[np.int64]  # keys that the last of them sees,
     last: NDArray[np.int64]  # and keys seen in the last step before its length ends

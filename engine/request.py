@@ -1,4 +1,4 @@
-"""One sequence being generated: two counters and what hangs on them."""
+"""``Request``: one sequence being generated. Its state is two counters, of tokens computed and tokens there are."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class SamplingSpec:
     max_tokens: int
     min_tokens: int = 0
     stop_ids: frozenset[int] = frozenset()
-    # Ids, in order, and what is added to their logits: -inf to those of ids that are never sampled.
+    # (id, what is added to its logit), by id; -inf for ids that are never sampled.
     bias: tuple[tuple[int, float], ...] = ()
-    constraint: Constraint | None = None  # what the completion follows; it says when stop ids may come
+    constraint: Constraint | None = None  # the pattern the completion follows; it decides when stop ids may come
     seed: int = 0
     top_logprobs: int = 0
     logprobs_mode: int = 0  # index into sampler.LOGPROBS_MODES
@@ -52,11 +52,11 @@ class SamplingSpec:
 
 @dataclass(eq=False, slots=True)
 class Adapter:
-    """An adapter as requests know it. Another one under the same name has another ``serial``."""
+    """An adapter as requests know it. A new one under an old name has another ``serial``."""
 
     name: str
     serial: int
-    slot: int = 0  # where its weights are while a request may use it, from 1 on
+    slot: int = 0  # where its weights are while a request may use it, from 1 on; 0: in none
 
     @property
     def key(self) -> str:
@@ -66,13 +66,13 @@ class Adapter:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """``computed`` tokens have their KV in the cache; it catches up with ``total``, the tokens there are.
+    """A sequence. ``computed`` of its tokens have their KV in the cache; that number catches up with ``total``, all there are.
 
     Both run ahead of the host: ``pending`` tokens are being sampled on the device and are not in ``tokens`` yet.
 
-    stop_string: called with each new token, returns the stop string it completed, or None. scoring: what to say of given
-    tokens. A request that only scores has all its tokens from the start, with nothing left to sample: ``given`` ones
-    follow a ``prompt`` whose hidden states no score needs, so that a group computes it once.
+    stop_string: called with each new token; returns the stop string it completed, or None. scoring: the scores to compute of
+    given tokens. A request that only scores has all its tokens from the start, and samples none: the ``given`` ones follow a
+    ``prompt`` whose hidden states no score needs, so that a group can share it.
     """
 
     id: int
@@ -84,7 +84,7 @@ class Request:
     scoring: Scoring | None = None
     given: InitVar[Sequence[int]] = ()
     adapter: Adapter | None = None
-    images: ImageInputs | None = None  # with features, from when it is queued on
+    images: ImageInputs | None = None  # encoded, by the time the request is queued
 
     tokens: list[int] = field(init=False)
     num_prompt: int = field(init=False)
@@ -94,12 +94,12 @@ class Request:
     slot: int = -1  # row of the static inputs while running
     block_ids: list[int] = field(default_factory=list)
     window_ids: list[int] = field(default_factory=list)  # of layers with a window, 0 where it sees none any more
-    unseen_blocks: int = 0  # of these, the first ones
+    unseen_blocks: int = 0  # how many of ``window_ids``, from the first on, are 0
     first_new_block: int = 0  # block ids from here on are not yet in the static block table
     block_keys: list[bytes] = field(default_factory=list)
     offered_blocks: int = 0  # full blocks the prefix cache has been told of
-    older_kv: bool = False  # some of its KV is of other weights than the present ones
-    started: bool = False  # was running at some time; it may be waiting again
+    older_kv: bool = False  # some of its KV was computed with earlier weights
+    started: bool = False  # has run at some time; it may be waiting again
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
 
     logprobs: list[float] = field(default_factory=list)
@@ -126,7 +126,7 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still be sampled, those pending among them."""
+        """How many tokens may still be sampled, pending ones included."""
         return self.spec.max_tokens - len(self.tokens) + self.num_prompt
 
     @property
@@ -136,12 +136,12 @@ class Request:
 
     @property
     def within_images(self) -> bool:
-        """Whether tokens of images are left to compute, so that the next step is unlike those after it."""
+        """Whether tokens of images are left to compute, so that its next step is no plain decode step."""
         return self.images is not None and self.computed < self.images.end
 
     @property
     def launched(self) -> bool:
-        """Nothing is left to compute: what it waits for is on its way from the device."""
+        """Whether nothing is left to compute: what it waits for is on its way from the device."""
         return self.remaining == self.pending and (self.scoring is None or self.scoring.launched)
 
     def fail(self, error: StokerError) -> None:
@@ -149,11 +149,11 @@ class Request:
         self.end("error", error)
 
     def end(self, reason: str | None = None, error: StokerError | None = None) -> None:
-        """Finish: nothing more is to come, so its constraint is let go. reason, error: if not known before."""
+        """Finish. reason, error: where not set before. Its constraint is let go."""
         self.finish_reason, self.error = reason or self.finish_reason, error or self.error
-        # Last of these: other threads read results once they see it, and take no lock for that.
+        # Last of these: other threads, which take no lock, read the results once they see it.
         self.status = Status.FINISHED
-        self.group = []  # it is in there itself, and would wait for the garbage collector
+        self.group = []  # which it is in itself: the cycle would wait for the garbage collector
         if self.spec.constraint is not None:
             self.spec = replace(self.spec, constraint=None)
 
@@ -180,7 +180,7 @@ class Request:
                     "other requests go on"
                 )
                 return True
-            if top_logprobs is not None and self.spec.top_logprobs:  # a step makes as many as one of its rows wants
+            if top_logprobs is not None and self.spec.top_logprobs:  # a step has as many as any of its rows asks for
                 self.top_logprobs.append(dict(islice(top_logprobs[step].items(), self.spec.top_logprobs)))
             if self._append(token, logprob, version):
                 return True

@@ -1,8 +1,8 @@
-"""The scores of given tokens that a request wants: which of them a plan computes, and which have arrived.
+"""The scores of given tokens that a request asks for: which of them each plan computes, and which have arrived.
 
 The score of token ``i`` comes from the hidden state at position ``i - 1``, which exists only in the step that computes that
-position. So a request that wants scores never skips a position it still needs: of what the prefix cache holds, it takes the
-part before its first wanted token, and the blocks whose tokens another request has scored, or is scoring just now.
+position. So a request with scores cannot skip positions it still needs: from the prefix cache it takes only what comes before
+its first scored token, and blocks whose tokens another request has scored, or is scoring right now.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class TokenScores:
 
 @dataclass(eq=False, slots=True)
 class Scoring:
-    """The scores a request wants, of its tokens ``first`` to ``end``. Each is computed once, whatever happens to the request.
+    """The scores of a request's tokens ``first`` to ``end``. Each is computed once, whatever happens to the request.
 
-    Some of them another request's plans compute: what is borrowed arrives no later than what the plan gives in which the
-    request began.
+    Some may be borrowed: another request's plans compute them. They arrive no later than the results of the plan in which the
+    borrowing request began.
     """
 
     variant: Variant
@@ -69,8 +69,8 @@ class Scoring:
     end: int
     scores: TokenScores = field(init=False)
     next: int = field(init=False)  # the first token whose score no plan computes
-    arrived: int = 0  # or borrowed
-    borrowed: list[tuple[Scoring, int, int]] = field(default_factory=list)  # of whom, from token, to token
+    arrived: int = 0  # how many have arrived, or are borrowed
+    borrowed: list[tuple[Scoring, int, int]] = field(default_factory=list)  # (lender, from token, to token)
 
     def __post_init__(self) -> None:
         self.scores = TokenScores.unknown(self.first, self.end, self.variant.top_k)
@@ -85,7 +85,7 @@ class Scoring:
         return self.arrived >= self.end - self.first and not self.borrowed
 
     def claim(self, computed: int) -> range:
-        """The tokens that a plan scores which takes the request to ``computed`` tokens."""
+        """The tokens to score in a plan that takes the request to ``computed`` tokens."""
         tokens = range(self.next, max(self.next, min(computed + 1, self.end)))
         self.next = tokens.stop
         return tokens
@@ -106,7 +106,7 @@ class Scoring:
 
     def settle(self) -> None:
         """Copy the borrowed scores, which have arrived."""
-        borrowed, self.borrowed = self.borrowed, []  # first: one that was preempted may have lent to its own lender
+        borrowed, self.borrowed = self.borrowed, []  # first: after a preemption, lenders may form a cycle
         for lender, first, end in borrowed:
             lender.settle()
             self.scores.copy(lender.scores, first, end)
@@ -114,7 +114,7 @@ class Scoring:
     def borrow(self, lender: Scoring | None, upto: int, whole: bool = False) -> bool:
         """Have a lender's plans score the tokens up to ``upto``; False where they do not.
 
-        Unless ``whole``, the last wanted token is left: something has to be computed.
+        Unless ``whole``, the last token is left over, as every request has to compute something.
         """
         end = min(upto, self.end if whole else self.end - 1)
         if end > self.next:

@@ -1,4 +1,4 @@
-"""Runs a batch: model and sampler, for each step of its window. Results are read when they are asked for."""
+"""Runs a batch: model and sampler, for each step of its window. Its results are read later, when somebody asks for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Pending:
     scores: PendingScores | None = None
 
     def read(self) -> Sampled:
-        """Wait for the batch to be through."""
+        """Wait for the batch to be done."""
         scores = None if self.scores is None else self.scores.read()
         if not self.copies:
             return Sampled([], [], None, scores)
@@ -61,7 +61,7 @@ class Runner(Protocol):
         """Whether any step is captured, and remembers addresses."""
 
     def release_graphs(self) -> None:
-        """Forget what was captured or copied for speed: tensors it reads are about to go, or its memory is wanted."""
+        """Drop what was captured or copied for speed: tensors it reads are about to go, or its memory is needed."""
 
 
 class EagerStep:
@@ -112,7 +112,7 @@ class EagerStep:
 
     def _hidden(self, batch: Batch) -> Tensor:
         kv = self.kv
-        # A row that has ended within its window is at place 0, wherever it was.
+        # Rows that ended within their window have position 0.
         rotary = None if batch.rope_deltas is None else (batch.positions + batch.rope_deltas).clamp_(min=0)
         context = StepContext(
             self.ops,

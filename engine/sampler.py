@@ -1,4 +1,4 @@
-"""From logits to tokens and log-probabilities, for rows that each ask for something else."""
+"""From logits to tokens and log-probabilities. Each row may have other sampling parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOGPROBS_MODES = ("scaled", "raw", "processed")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingRows:
-    """Sampling parameters of R rows on the device, and on the host what any of them needs."""
+    """Sampling parameters of R rows, on the device; and on the host, which of them any row uses."""
 
     temperature: Tensor  # fp32 [R]; 1 where greedy
     greedy: Tensor  # bool [R]
@@ -31,10 +31,10 @@ class SamplingRows:
     sample_index: Tensor  # int64 [R]
     first_stop: Tensor  # int64 [R]: position of the first token that may be a stop id (min_tokens)
     stop_ids: Tensor  # int64 [R, S], padded with the vocabulary size
-    biased: Tensor  # int64 [R, B], ids whose logits have something added; padded with one of them, if any
-    bias: Tensor  # fp32 [R, B], what; -inf where they are never sampled, 0 in rows without any
+    biased: Tensor  # int64 [R, B], ids whose logits get ``bias`` added; padded with one of them, if there is any
+    bias: Tensor  # fp32 [R, B]; -inf for ids that are never sampled, 0 in rows without any
     mode: Tensor  # int64 [R], index into LOGPROBS_MODES
-    slots: Tensor  # int64 [R], rows of the penalty state; the last, spare one where no token is sampled for keeps
+    slots: Tensor  # int64 [R], rows of the penalty state; the spare one behind all others where no sample is kept
     any_random: bool
     any_greedy: bool
     any_truncated: bool
@@ -60,9 +60,9 @@ class SamplerOutput:
 
 
 class PenaltyState:
-    """Which tokens a slot's prompt holds and how often its completion has each. Made when first asked for.
+    """Which tokens a slot's prompt has, and how often its completion has each. Made when a request first needs it.
 
-    Memory: 5 bytes a slot and vocabulary entry. One spare slot takes what padded rows sample.
+    Memory: 5 bytes a slot and vocabulary entry. A spare slot takes what padded rows sample.
     """
 
     def __init__(self, num_slots: int, vocab: int, device: torch.device) -> None:
@@ -77,7 +77,7 @@ class PenaltyState:
 
     def add(self, slots: Tensor, tokens: Tensor) -> None:
         """Count what was sampled. slots, tokens: int64 [R]."""
-        # Not index_put_, which sorts: the spare slot alone comes more than once, and integers add up in any order.
+        # Not index_put_, which sorts. Only the spare slot occurs more than once, and integers may be added in any order.
         places = slots * self.counts.shape[1] + tokens
         self.counts.view(-1).scatter_add_(0, places, torch.ones_like(tokens, dtype=torch.int32))
 
@@ -92,7 +92,7 @@ class PenaltyState:
 
 
 class Sampler:
-    """Stateless but for the penalties' token counts."""
+    """Samples a step's tokens. It has no state but the token counts for penalties."""
 
     def __init__(self, ops: Ops, runtime: Runtime, num_slots: int, vocab: int) -> None:
         self.ops = ops
@@ -106,7 +106,7 @@ class Sampler:
         self.penalties.start(slot, *self.runtime.upload(*ids))
 
     def noise(self, rows: SamplingRows, positions: Tensor, num_steps: int) -> list[Tensor | None]:
-        """The random numbers of each step of a window, which nothing sampled in it can change.
+        """The random numbers of each step of a window. They do not depend on what is sampled in it.
 
         positions: int64 [R], of the tokens that the first step samples.
         """
@@ -125,7 +125,7 @@ class Sampler:
         if rows.any_penalised or masked or rows.any_truncated or rows.top_logprobs:
             logits = logits.float()  # the operations that follow compute in fp32 in any case
         inverse = rows.temperature.reciprocal()
-        # Each is a kernel of every step, however small, so what no row asks for is not made.
+        # Every tensor here costs a kernel in every step, so make only what some row asks for.
         one = torch.ones_like(inverse) if rows.any_truncated or rows.modes != (0,) else inverse
         processed, processed_inverse = logits, inverse
         if rows.any_biased:

@@ -23,12 +23,14 @@ from stoker.engine.plan import Plan, Sampled
 from stoker.engine.request import Request, Status
 from stoker.kernels.errors import StokerError
 
-_MOST_IDLE = 1 / 8  # of a window's rows, while requests wait: to admit one costs a step that is not captured
+_MOST_IDLE = 1 / 8  # of a window's rows, while requests wait: admitting one takes a step that is not captured
 _Copies = tuple[dict[int, int], dict[int, int]]  # as ``BlockTables.reserve`` takes them
 
 
 @dataclass(slots=True)
 class Scheduler:
+    """Plans steps over the requests that wait and run, and takes what they sampled."""
+
     num_blocks: int  # pages of KV
     block_size: int
     max_num_seqs: int
@@ -37,7 +39,7 @@ class Scheduler:
     enable_prefix_caching: bool
     adapter_slots: AdapterSlots
     block_layout: BlockLayout = field(default_factory=BlockLayout)
-    state_layout: StateLayout | None = None  # None: layers keep keys and values alone
+    state_layout: StateLayout | None = None  # None: layers keep only keys and values
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)  # in order of arrival
     counters: Counters = field(default_factory=Counters)
@@ -45,7 +47,9 @@ class Scheduler:
     states: StateCache = field(init=False)
     prefixes: PrefixReuse = field(init=False)
     _free_slots: list[int] = field(init=False)
-    _filled: int = field(init=False)  # that ran after the last plan, where it admitted and left no slot free
+    _filled: int = field(
+        init=False
+    )  # how many ran after the last plan, if that admitted some and left no slot free; else 0
 
     def __post_init__(self) -> None:
         self._reset_blocks(0)
@@ -77,7 +81,7 @@ class Scheduler:
         if plan is None and not self.running and self.waiting:
             first = self.waiting[0]
             if not (first.pending or first.launched):
-                # What is cached of it lies so scattered over the slabs that it does not fit beside that.
+                # Its cached prefix may lie scattered over so many slabs that the rest does not fit beside it.
                 self.prefixes.forget()
                 plan = self._plan()
         return plan
@@ -102,11 +106,11 @@ class Scheduler:
         for request in running:
             if request.status is not Status.RUNNING or budget == 0 or request.launched:
                 continue  # preempted for an earlier one, no budget left, or its last token is being sampled
-            num_new = self._next(request, budget)  # 0: a budget for less than it has to compute at once
+            num_new = self._next(request, budget)  # 0 where it has to compute more at once than the budget allows
             if num_new and self._make_room(request, num_new, copies):
                 take(request, num_new)
 
-        # Places that have just been filled are filled again after a window, not at every step in which one of them ends.
+        # When all slots were just filled, run a window of decode steps before admitting more, rather than admitting at each end.
         decodes_first = self._filled and sum(counts) == len(requests) > self._filled * (1 - _MOST_IDLE)
         if len(self.running) == len(running) and not decodes_first:  # none had to give way
             for request, other in self._admissible():
@@ -137,12 +141,12 @@ class Scheduler:
         """How many tokens the request could compute now."""
         left = request.total - request.computed
         if not request.remaining:
-            # It only scores, so nothing follows its last token. The first of a group stops where the others can go on.
+            # It only scores, so nothing follows its last token. The first of a group stops where the others can take over.
             shared = len(request.group) > 1 and request.computed < request.num_prompt
             left = (request.num_prompt if shared else request.total - 1) - request.computed
         elif left > 1 and request.ends_at_once:
-            # It would finish, and give up its blocks, with the plan that completes its prompt: so one token is left for
-            # the next plan, in which the samples that still wait can share them.
+            # It would finish, and give up its blocks, with the plan that completes its prompt. So leave one token to the
+            # next plan, in which the samples that still wait can share the blocks.
             left -= _awaited(request)
         border = self.states.border(request.num_prompt)  # where its state is to be kept
         return border - request.computed if request.computed < border else left
@@ -164,14 +168,14 @@ class Scheduler:
         for row, (request, samples) in enumerate(zip(plan.requests, plan.num_samples, strict=True)):
             request.pending -= samples
             scores = None if sampled.scores is None else sampled.scores[row]
-            if request.scoring is not None:  # of one aborted too: others may have borrowed them
+            if request.scoring is not None:  # also of an aborted one: others may have borrowed its scores
                 request.scoring.take(scores)
                 faulty |= scores is not None and scores.has_nan
                 self.counters.scored_tokens += 0 if scores is None else scores.end - scores.first
             if request.status is Status.FINISHED:  # by a token of an earlier plan
                 continue
             done = samples > 0 and self._take(request, sampled, row, samples)
-            # The key and value of the last token are computed with the next one, of which nothing is known yet.
+            # The last token's key and value are computed only in the next step.
             self.prefixes.offer(request, min(request.computed, len(request.tokens) - 1))
             if scores is not None and request.scoring is not None:
                 self.prefixes.keep_scores(request, request.scoring, plan.starts[row])
@@ -181,7 +185,7 @@ class Scheduler:
                 finished.append(request)
                 faulty |= request.error is not None
         if faulty:
-            # Attention over a NaN is NaN however little it weighs: so may be the tokens before it, which others begin with.
+            # Attention over a NaN gives NaN, however small its weight: so may what came before, which others begin with.
             self.prefixes.forget()
         if finished:
             self.running = [r for r in self.running if r.status is Status.RUNNING]
@@ -206,7 +210,7 @@ class Scheduler:
     # -- blocks --------------------------------------------------------------------------------------------------
 
     def _make_room(self, request: Request, num_new: int, copies: _Copies) -> bool:
-        """Take blocks for a running request's next tokens, preempting the latest ones if need be; False where it was itself preempted."""
+        """Take blocks for a running request's next tokens, preempting the latest if need be; False if it was preempted itself."""
         while not self.tables.reserve(request, num_new, copies):
             self._preempt(self.running[-1])
             if request.status is not Status.RUNNING:
@@ -216,8 +220,8 @@ class Scheduler:
     def _reserve_window(self, requests: Sequence[Request]) -> int:
         """How many decode steps can run in a row; allocates their blocks.
 
-        A request whose length ends within the window sits the rest of it out: that costs less than looking up at every
-        end. Where others wait for its place, a small share of the rows may stand idle so.
+        A request that reaches its length within the window idles for the rest of it: that costs less than planning anew at
+        every end. While other requests wait for slots, only a small share of the rows may idle.
         """
         remaining = [r.remaining - r.pending for r in requests]
         most = min(self.decode_window, max(remaining))
@@ -235,9 +239,9 @@ class Scheduler:
             request.slot = -1
 
     def _preempt(self, request: Request) -> None:
-        """Take everything from a running request; it comes back in its turn and computes its tokens again."""
+        """Take everything from a running request. It waits for its turn, and then computes its tokens again."""
         self._release(request)
-        # Into one queue before out of the other: an exception in between must not lose the request.
+        # Put into one queue before it leaves the other: an exception in between must not lose the request.
         insort(self.waiting, request, key=lambda r: r.id)
         self.running.remove(request)
         request.computed, request.older_kv = 0, False
@@ -247,11 +251,10 @@ class Scheduler:
     # -- admission -----------------------------------------------------------------------------------------------
 
     def _admissible(self) -> Iterator[tuple[Request, Request | None]]:
-        """Waiting requests in order of arrival, as long as there are slots, for them and for their adapters.
+        """Waiting requests in order of arrival, as long as there are slots for them and for their adapters.
 
-        With each comes a running sample of the same prompt that has computed all of it, if there is one. A sample whose
-        prompt another one is computing right now waits for it; its slot is kept for it, so that later arrivals do not tear
-        the group apart.
+        With each comes a running sample of the same prompt that has computed all of it, if there is one. A sample waits
+        while another one computes their prompt; a slot is kept for it, so that later arrivals do not split the group.
         """
         candidates = list(islice(self.adapter_slots.admissible(self.waiting, self.running), len(self._free_slots)))
         samples: dict[int, list[Request]] = {}  # by group, those whose prompt may serve another
@@ -259,7 +262,7 @@ class Scheduler:
             if not request.older_kv:
                 samples.setdefault(id(request.group), []).append(request)
         for request in candidates:
-            if request.pending or request.launched:  # preempted, and what it waits for not known yet
+            if request.pending or request.launched:  # it was preempted, and its last tokens have not arrived yet
                 return
             mine = samples.setdefault(id(request.group), [])
             through = next(filter(_serves, mine), None)
@@ -269,13 +272,15 @@ class Scheduler:
                     mine.append(request)
 
     def _admit(self, request: Request, other: Request | None, budget: int, copies: _Copies) -> int:
-        """Start a waiting request with what is already computed of it, be it by ``other`` (as in ``_admissible``).
-        Returns the tokens it computes, 0 if it must wait."""
+        """Start a waiting request from what is computed of it already, by ``other`` (see ``_admissible``) or in the cache.
+
+        Returns the number of tokens it computes, 0 if it must wait.
+        """
         *shared, computed, from_cache = self.prefixes.already_computed(request, other)
         request.computed = computed
         self.tables.hold(request, *shared)
         num_new = self._next(request, budget)
-        # Each running request may still take a block: do not admit what would be preempted at once.
+        # Each running request may still need a block: do not admit one that would be preempted at once.
         fits = not self.running or self.tables.fits(len(self.running) + -(-num_new // self.block_size))
         if not num_new or not fits or not self.tables.reserve(request, num_new, copies):
             self.tables.release(request)
@@ -296,16 +301,16 @@ class Scheduler:
         return num_new
 
     def _leads(self, request: Request) -> bool:
-        """Whether other samples of its prompt can begin once it, and only it, has computed that."""
+        """Whether other samples of its prompt wait for this request, and no other, to compute it."""
         return _awaited(request) and not any(_serves(r) for r in self.running if r.group is request.group)
 
-    # -- what a user may do in between ---------------------------------------------------------------------------
+    # -- between steps ---------------------------------------------------------------------------
 
     def set_weight_version(self, version: int) -> None:
-        """New weights: no KV computed before may serve a prefix. Nothing may be pending.
+        """New weights: no KV computed before may serve a prefix. No step may be pending.
 
-        Requests that are running go on with the KV they have, and share it with nobody; ``preempt_all`` has them compute
-        it again. One whose scores are not complete begins again: they are all of the same weights.
+        Running requests go on with the KV they have, and share it with nobody; ``preempt_all`` has them compute it again. A
+        request whose scores are incomplete begins again, so that they are all of the same weights.
         """
         for request in [r for r in (*self.running, *self.waiting) if r.scoring is not None and not r.scoring.complete]:
             assert request.scoring is not None
@@ -320,7 +325,7 @@ class Scheduler:
             request.older_kv = request.computed > 0
 
     def preempt_all(self) -> None:
-        """Take everything from everyone; they compute it again in their turn."""
+        """Preempt all requests: each computes its tokens again when its turn comes."""
         while self.running:
             self._preempt(self.running[-1])
 
@@ -330,13 +335,13 @@ class Scheduler:
             if request.status is Status.FINISHED:
                 continue
             queue: Any = self.running if request.status is Status.RUNNING else self.waiting
-            request.end("abort")  # first: what ends it after an exception in between must not free its blocks again
-            if request in queue:  # it may never have got there
+            request.end("abort")  # first: if an exception follows, its blocks must not be freed a second time
+            if request in queue:  # it may never have been queued
                 queue.remove(request)
             self._release(request)
 
     def abort_all(self, error: StokerError | None = None) -> None:
-        """Sound books again, wherever an exception struck: every request ends, every block and slot is free."""
+        """Start afresh, wherever an exception struck: every request ends, every block and slot is free."""
         for request in (*self.running, *self.waiting):
             if request.status is not Status.FINISHED:
                 request.end("abort", error)
@@ -360,7 +365,7 @@ def _awaited(request: Request) -> bool:
     """Whether other samples of a request's prompt wait while it computes that."""
     if request.computed >= request.num_prompt or len(request.group) == 1:
         return False
-    others = (r for r in reversed(request.group) if r is not request)  # the latest wait longest
+    others = (r for r in reversed(request.group) if r is not request)  # the latest are the most likely to wait
     return any(r.status is Status.WAITING for r in others)
 
 

@@ -1,4 +1,4 @@
-"""From hidden states to log-probabilities of given tokens, a chunk of rows at a time."""
+"""From hidden states to log-probabilities of given tokens, a chunk of tokens at a time."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Scorer:
         for start in range(0, len(rows.targets), self.chunk):
             part = slice(start, start + self.chunk)
             columns = rows.targets[part], rows.inverse_temperature[part]
-            # With no name here, the logits are gone before the next ones come.
+            # The logits get no name here, so that they are gone before the next ones are made.
             parts.append(self._chunk(model.logits_of(hidden, rows.hidden[part], adapters), *columns, rows.top_k))
         scores = (torch.cat(column) for column in zip(*parts, strict=True))
         return PendingScores(rows.tokens, tuple(self.runtime.to_host(column) for column in scores))
@@ -103,7 +103,7 @@ class Scorer:
         logprobs, entropy, ranks = self.ops.score_tokens(logits, inverse, targets)
         values, ids = logits.topk(top_k, dim=-1)
         values = values.float()
-        if top_k:  # by how much less likely than the first, so that nothing as large as the logits is made of them
+        if top_k:  # from the differences to the first one, which needs nothing as large as the logits
             first = self.ops.token_logprobs(logits, inverse, ids[:, 0])
             values = first[:, None] + (values - values[:, :1]) * inverse[:, None]
         return logprobs, entropy, ranks, ids, values

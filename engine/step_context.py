@@ -1,4 +1,4 @@
-"""What layers call during a step: attention over the KV cache, and recurrences that move states on."""
+"""What layers call during a step: attention over the KV cache, and recurrences, which move their states on."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class ImageRows:
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """Operations, KV tensors by layer, attention's plan and where new keys go; states by layer and whose they are.
+    """Operations, KV tensors by layer, attention's plan and where new keys go; states by layer, and whose rows they are.
 
-    A layer's states are in the order in which ``LayerShape.states`` has them: of the convolution, then what follows it.
-    images: None where the step computes none. rotary: where rotary positions are others than those in the sequence,
-    these, int64 [T], or [3, T] (time, height, width).
+    A layer's states are in the order of ``LayerShape.states``: of the convolution, then of what follows it. images: None where
+    the step computes none. rotary: rotary positions where they differ from those in the sequence, int64 [T], or [3, T] (time,
+    height, width); else None.
     """
 
     ops: Ops
@@ -119,16 +119,18 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class ShapeProbe:
-    """Stands in for a context, to see what each layer would store. No token sees another in it."""
+    """Stands in for a context, to find what each layer would store. In it no token sees another."""
 
     images: ClassVar[None] = None
     rotary: ClassVar[None] = None
 
     attended: dict[int, LayerShape] = field(default_factory=dict)
     states: dict[int, list[StateShape]] = field(default_factory=dict)
-    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # so that no others have their addresses
+    kept: dict[int, tuple[Tensor, Tensor]] = field(
+        default_factory=dict
+    )  # kept alive, so that no other tensor gets their address
     masks: dict[int, MaskRule] = field(default_factory=dict)
-    told: dict[int, Visibility] = field(default_factory=dict)  # what attention is told of what these hide
+    told: dict[int, Visibility] = field(default_factory=dict)  # what attention is told in place of these masks
 
     def shapes(self, num_layers: int) -> list[LayerShape]:
         """What every layer stores, also of those that store nothing."""
@@ -176,7 +178,7 @@ class ShapeProbe:
 def cache_name(forward: Callable[..., Any]) -> str:
     """The name of the parameter in which a forward takes its cache.
 
-    Transformers renamed it in 5.24, and takes the older name, with a warning, until 5.40. Code from elsewhere may have that still.
+    Transformers renamed it in 5.24, and accepts the old name, with a warning, until 5.40. Other people's models may still use it.
     """
     before = "past_key_values"
     renamed = before not in inspect.signature(create_causal_mask).parameters
@@ -184,9 +186,9 @@ def cache_name(forward: Callable[..., Any]) -> str:
 
 
 class PackedPositions:
-    """In place of a cache: tells Llama 4, which reads positions from the cache's length, each token's true offset.
+    """In place of a cache, which holds nothing: for Llama 4, which reads positions from the cache's length, it has each token's.
 
-    It holds nothing, keys and values as little as states.
+    The rest is what layers call of a cache.
     """
 
     is_compileable = False

@@ -1,4 +1,4 @@
-"""The static, padded tensors a step reads, and how a plan fills them."""
+"""The static, padded tensors that steps read, and how each plan fills them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from stoker.kernels.ops import Ops
 from stoker.kernels.reference.lora import AdapterRows
 from stoker.kernels.reference.recurrent import StateRows
 
-_WIDE = 64  # ids of a list: to this many it costs nothing to send them for requests that have fewer
+_WIDE = 64  # ids in a list: up to so many cost nothing to send, also for requests that have fewer
 
 
 class StepInputs:
-    """Host rows by slot, written when a request is admitted, and static device buffers, filled at every plan."""
+    """Sampling parameters by slot on the host, written at admission, and static device buffers, filled by each plan."""
 
     _FIELDS = (
         ("temperature", np.float32),
@@ -79,7 +79,7 @@ class StepInputs:
         for name in ("temperature", "top_p", "repetition"):
             self._host[name][:] = 1
         self._host["greedy"][:] = True
-        # Lists, padded with the last of each; an empty list of stop ids is one of what no token is.
+        # Lists, each padded with its last entry; an empty list of stop ids holds an id that no token has.
         self._lists: dict[str, NDArray[Any]] = {
             name: np.full((max_num_seqs + 1, 1), vocab if name == "stop_ids" else 0, dtype=kind)
             for name, kind in self._LISTS
@@ -89,7 +89,7 @@ class StepInputs:
             return torch.zeros(size, dtype=torch.long, device=runtime.device)
 
         self.constraints = Constraints(runtime, max_num_seqs)
-        # Of all layers, or of those that see all keys and those with a window.
+        # One for each kind of block: all layers', or one of layers that see all keys and one of those with a window.
         self._beside = beside
         self._slots = static(len(self._beside), self.max_tokens)
         self._rope_deltas = static(3, self.max_tokens)
@@ -97,8 +97,8 @@ class StepInputs:
         self._tables = [static(max_num_seqs + 1, max_blocks) for _ in self._beside]  # by slot
         self._sampled = static(max_num_seqs + 1)
         self._workspace: dict[str, Any] = {}  # attention's
-        # Whether plans look for neighbours that begin alike: from the first time there are such, and then always, or a step
-        # would be captured anew whenever that changes.
+        # Whether attention reads common beginnings of neighbours together: from the first time there are such, and from then on
+        # always, as steps are captured for one of the two.
         self._shared = ops.shared_from is None
         self._packed = self._new_packed(self._lists)
 
@@ -119,7 +119,6 @@ class StepInputs:
 
     def fill(self, plan: Plan) -> Batch:
         """Write a plan's requests into the static buffers."""
-        requests, num_new = plan.requests, plan.num_new
         for request in plan.admitted:
             self._write_slot(request)
         self.constraints.start(
@@ -133,33 +132,16 @@ class StepInputs:
         columns = self._tables[0].shape[1] if static else int(-(-step.last.max() // self.block_size))
         block_tables = self._take_tables(sent["slot_index"], step.rows, columns)
         window_tables = block_tables[1] if len(block_tables) == 2 else None
-        if step.token_ids.min() < 0:  # sampled by a plan that was not read yet
+        if step.token_ids.min() < 0:  # sampled by a plan whose results were not read yet
             newest = self._sampled.index_select(0, sent["slot_index"]).index_select(0, sent["token_rows"])
             torch.where(sent["token_ids"] < 0, newest, sent["token_ids"], out=sent["token_ids"])
         slots = self._place(sent, block_tables, len(step.positions), step.tokens)
-        of_images = [
-            (int(step.new[:row].sum()), plan.starts[row], num_new[row], request.images.features)
-            for row, request in enumerate(requests)
-            if request.images is not None and request.images.features is not None
-        ]
+        of_images = _images_of(plan, step)
         if static and not self._shared:
-            self._shared = self._begin_alike(requests)
-        attention = self.ops.plan_attention(
-            num_new,
-            step.lengths.tolist(),
-            block_tables[0],
-            sent["seq_lens"],
-            block_size=self.block_size,
-            token_bytes=self.token_bytes,
-            num_steps=plan.num_steps,
-            shared=self._shared,
-            spans=() if step.decode else spans_within(of_images),
-            local_spans=any(features.local_spans for _, _, _, features in of_images),
-            workspace=self._workspace,
-            window_tables=window_tables,
-        )
+            self._shared = self._begin_alike(plan.requests)
+        attention = self._plan_attention(plan, step, block_tables[0], window_tables, sent["seq_lens"], of_images)
         return Batch(
-            num_rows=len(requests),
+            num_rows=len(plan.requests),
             num_steps=plan.num_steps,
             decode=step.decode,
             token_ids=sent["token_ids"],
@@ -184,8 +166,32 @@ class StepInputs:
             rope_deltas=self._put_rope_deltas(of_images, step.tokens),
         )
 
+    def _plan_attention(
+        self,
+        plan: Plan,
+        step: PlanArrays,
+        block_tables: Tensor,
+        window_tables: Tensor | None,
+        seq_lens: Tensor,
+        of_images: Sequence[ImagePart],
+    ) -> Any:
+        return self.ops.plan_attention(
+            plan.num_new,
+            step.lengths.tolist(),
+            block_tables,
+            seq_lens,
+            block_size=self.block_size,
+            token_bytes=self.token_bytes,
+            num_steps=plan.num_steps,
+            shared=self._shared,
+            spans=() if step.decode else spans_within(of_images),
+            local_spans=any(features.local_spans for _, _, _, features in of_images),
+            workspace=self._workspace,
+            window_tables=window_tables,
+        )
+
     def _upload(self, plan: Plan) -> list[Tensor]:
-        """Send what is not static: new blocks, which go into the tables by slot, and ``ScoreRows.arrays``, which are returned."""
+        """Send what is not static: new blocks, for the tables by slot, and ``ScoreRows.arrays``, which are returned."""
         new_blocks, *scored = self.runtime.upload(self._new_blocks(plan), *ScoreRows.arrays(plan))
         if new_blocks.numel():
             for table, blocks in zip(self._tables, new_blocks[2:], strict=True):
@@ -195,7 +201,7 @@ class StepInputs:
     def _send(self, plan: Plan, step: PlanArrays) -> dict[str, Tensor]:
         """Write all arrays of the layout, padded, and send them to the device."""
         widths = _widths(self._lists)
-        if max(widths) > _WIDE:  # of one request, of which others may know nothing
+        if max(widths) > _WIDE:  # some request's, which may not be in this plan
             longest = [max(counts) for counts in zip(*map(_counts_of, plan.requests), strict=True)]
             widths = [min(width, max(_WIDE, _power_of_two(n))) for width, n in zip(widths, longest, strict=True)]
         arrays, send = self._packed.open(step.rows, step.tokens, *widths)
@@ -205,7 +211,7 @@ class StepInputs:
             arrays[name][len(values) :] = padding
 
         for name, column in self._host.items():
-            # No slot is out of bounds, and "raise" would buffer.
+            # No slot is out of bounds. The default mode, "raise", would make a copy.
             np.take(column, step.slots, out=arrays[name], mode="clip")
         for (name, values), width in zip(self._lists.items(), widths, strict=True):
             np.take(values[:, :width], step.slots, axis=0, out=arrays[name], mode="clip")
@@ -221,7 +227,7 @@ class StepInputs:
         put("positions", step.positions)
         put("token_rows", step.row_of)
         if step.adapters is not None:
-            # Padding is like the last token, so that it does not part a batch that has one adapter.
+            # Padding has the last token's adapter, so that a batch with one adapter is all of that.
             put("adapter_slots", step.adapters, step.adapters[-1])
         return send()
 
@@ -233,7 +239,7 @@ class StepInputs:
         return taken
 
     def _place(self, sent: dict[str, Tensor], block_tables: Sequence[Tensor], count: int, tokens: int) -> Tensor:
-        """Where each token's key and value go, int64 [kinds of blocks, tokens]; the null block's for those beyond ``count``."""
+        """Where each token's key and value go, int64 [kinds of blocks, tokens]; from ``count`` on into the null block."""
         where = self._slots[:, :tokens]
         for slots, table in zip(where, block_tables, strict=True):
             blocks = table[sent["token_rows"], sent["positions"] // self.block_size]
@@ -242,7 +248,7 @@ class StepInputs:
         return where
 
     def _put_rope_deltas(self, of_images: Sequence[ImagePart], tokens: int) -> Tensor | None:
-        """Rotary positions minus places of a step's tokens; None where all are 0. One row where the three agree."""
+        """Rotary positions minus places of a step's tokens; None where all are 0, one row where the three are equal."""
         if all(features.rope_deltas is None for _, _, _, features in of_images):
             return None
         rope_deltas = np.zeros((3, tokens), dtype=np.int64)
@@ -250,11 +256,11 @@ class StepInputs:
             rope_deltas[:, where : where + count] = features.rope_deltas_of(start, count)
         static = self._rope_deltas[:, :tokens]
         static.copy_(self.runtime.upload(rope_deltas)[0])
-        # Those beyond the places, as of videos, are not among the kept rotary embeddings.
+        # Positions beyond the places, as videos have, are not among the precomputed rotary embeddings.
         return static if (rope_deltas != rope_deltas[0]).any() or rope_deltas.max() > 0 else static[0]
 
     def _begin_alike(self, requests: Sequence[Request]) -> bool:
-        """Whether attention would read together what two neighbours begin with: blocks are shared from the first on."""
+        """Whether any two neighbours have a common beginning long enough for attention to read it once for both."""
         assert self.ops.shared_from is not None
         last = -(-self.ops.shared_from // self.block_size) - 1
         blocks = [r.block_ids[last] if last < len(r.block_ids) else None for r in requests]
@@ -263,7 +269,7 @@ class StepInputs:
     def _new_blocks(self, plan: Plan) -> NDArray[np.int64]:
         """Slot, column and number of blocks the device does not know yet, int64 [3, n], or [4, n] with those of windows.
 
-        What a slot's last request left behind is never read, nor is what a request's window has left behind.
+        Old entries need not be cleared: what a slot's last request, or a window that moved on, left behind is never read.
         """
         slots: list[int] = []
         columns: list[int] = []
@@ -281,7 +287,7 @@ class StepInputs:
         return np.array([slots, columns, *(np.multiply(kind, beside) for kind, beside in kinds)], dtype=np.int64)
 
     def release_workspace(self) -> None:
-        """Give back the memory that attention has set aside. No graph may be there: they remember where it is."""
+        """Give back attention's workspace. There may be no graphs: they remember where it is."""
         self._workspace.clear()
 
     def _write_slot(self, request: Request) -> None:
@@ -292,7 +298,7 @@ class StepInputs:
         host["repetition"][slot] = spec.repetition_penalty
         host["presence"][slot], host["frequency"][slot] = spec.presence_penalty, spec.frequency_penalty
         host["seed"][slot], host["sample_index"][slot] = spec.seed, request.sample_index
-        # A constraint has no stop id come too early, where another way is.
+        # With a constraint, that decides when a stop id may come.
         host["first_stop"][slot] = 0 if spec.constraint is not None else request.num_prompt + spec.min_tokens
         host["mode"][slot] = spec.logprobs_mode
         lists = dict(zip(self._lists, _lists_of(request), strict=True))
@@ -303,7 +309,7 @@ class StepInputs:
             row[len(values) :] = values[-1] if values else self._lists[name][-1, 0]
 
     def _widen(self, wanted: dict[str, int]) -> None:
-        """Make room for so many ids of each list, rounded up to a power of two, as steps are captured anew for each width."""
+        """Make room for so many ids in each list, rounded up to a power of two: steps are captured anew for each width."""
         wider = {
             name: np.pad(
                 self._lists[name], ((0, 0), (0, _power_of_two(count) - self._lists[name].shape[1])), mode="edge"
@@ -314,7 +320,7 @@ class StepInputs:
         if not wider:
             return
         lists = self._lists | wider
-        packed = self._new_packed(lists)  # first: where there is no memory for it, nothing is wider than what is sent
+        packed = self._new_packed(lists)  # first: where there is no memory for it, the lists stay as they are
         self.runtime.let_go(self._packed.static)
         self._lists, self._packed = lists, packed
 
@@ -338,13 +344,22 @@ class StepInputs:
 
 def _lists_of(request: Request) -> tuple[Sequence[float], ...]:
     """The request's lists, in the order of ``_LISTS``."""
-    bias = request.spec.bias  # may be most of a vocabulary's, for which zip(*bias) takes half a second
+    bias = request.spec.bias  # for a whole vocabulary, zip(*bias) would take half a second
     return sorted(request.spec.stop_ids), [token for token, _ in bias], [by for _, by in bias]
 
 
 def _counts_of(request: Request) -> tuple[int, ...]:
     """The lengths of ``_lists_of``."""
     return len(request.spec.stop_ids), len(request.spec.bias), len(request.spec.bias)
+
+
+def _images_of(plan: Plan, step: PlanArrays) -> list[ImagePart]:
+    """The parts of a plan's tokens that requests with images have."""
+    return [
+        (int(step.new[:row].sum()), plan.starts[row], plan.num_new[row], request.images.features)
+        for row, request in enumerate(plan.requests)
+        if request.images is not None and request.images.features is not None
+    ]
 
 
 def _widths(lists: dict[str, NDArray[Any]]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the engine can run: checks of a model before anything is built of it."""
+"""Which models the engine can run: checks that come before anything is built."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from stoker.engine.layers.experts import knows_interface
 from stoker.kernels.errors import UnsupportedModelError
 
-SCALED_BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings, by that of the longest sequence in a batch
+SCALED_BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings that depend on the longest sequence in a batch
 
 
 def decoder_of(model: Any) -> Any:
-    """The base model that text goes through: of a model that takes images or sound too, the text part of it."""
+    """The base model that text goes through: the text part, of a model that takes images or sound too."""
     decoder = model.get_decoder()
     if not hasattr(decoder, "config"):  # ModernBERT calls its head by that name
         raise UnsupportedModelError(
@@ -61,7 +61,7 @@ def check_length(model: PreTrainedModel, max_model_len: int) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *(v for v in rope.values() if isinstance(v, dict))):
         if (kind := parameters.get("rope_type")) in SCALED_BY_LENGTH:
-            limit = config.max_position_embeddings  # all that the dynamic one goes by
+            limit = config.max_position_embeddings  # for "dynamic"
             if kind == "longrope":
                 limit = parameters.get("original_max_position_embeddings") or getattr(
                     config, "original_max_position_embeddings", limit

@@ -1,7 +1,7 @@
 """Device memory that can be given back and taken again at the same addresses.
 
 A range of virtual addresses is reserved once. Physical memory is mapped into it in chunks, unmapped to give it back, and new
-memory is mapped when it is wanted again: whatever remembers an address, a captured CUDA graph above all, stays valid. This is
+memory is mapped to take it again. So whatever remembers an address, above all a captured CUDA graph, stays valid. This is
 CUDA's virtual memory management, reached through ``cuda.bindings.driver``, which comes with torch's CUDA builds.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stoker.kernels.host_memory import host_memory
 
-# Physical memory is asked for by this much. Calls four times as many took a third longer to give 100 GB back on an H200.
+# Physical memory is asked for in pieces of this size. With pieces a fourth of it, giving 100 GB back took a third longer (H200).
 _CHUNK = 2**30
 _log = logging.getLogger("stoker")
 
@@ -25,21 +25,21 @@ _log = logging.getLogger("stoker")
 class DeviceBuffer(Protocol):
     """Bytes on the device that can be given back and taken again."""
 
-    stable_addresses: bool  # whether they are where they were when they come back
+    stable_addresses: bool  # whether the bytes have the same addresses when they come back
 
     @property
     def tensor(self) -> Tensor:
         """uint8 [nbytes], not initialised. Not to be touched between ``release`` and ``restore``."""
 
     def release(self) -> None:
-        """Give the memory back. Given back already: nothing happens."""
+        """Give the memory back, unless that was done already."""
 
     def restore(self) -> None:
-        """Take the memory again. Out of memory: ``RuntimeError`` or ``MemoryError``, and it stays given back."""
+        """Take the memory again. Where there is none: ``RuntimeError`` or ``MemoryError``, and it stays given back."""
 
 
 class PlainBuffer:
-    """An ordinary tensor: when it comes back it lies elsewhere."""
+    """An ordinary tensor: its address changes when it comes back."""
 
     stable_addresses = False
 
@@ -68,14 +68,14 @@ class PlainBuffer:
 
 
 class Driver(Protocol):
-    """The calls of the CUDA driver that this takes. Each raises ``RuntimeError`` where the driver refuses."""
+    """The calls of the CUDA driver that are needed here. Each raises ``RuntimeError`` where the driver refuses."""
 
     granularity: int
 
     def reserve(self, size: int) -> int: ...
     def free(self, address: int, size: int) -> None: ...
     def map(self, address: int, size: int) -> None:
-        """New physical memory at these addresses, readable and writable; nothing is left behind where it fails."""
+        """Map new physical memory to these addresses, readable and writable. A failure leaves nothing behind."""
 
     def unmap(self, address: int, size: int) -> None:
         """Undo one ``map``: its memory is given back."""
@@ -86,7 +86,7 @@ class Driver(Protocol):
 
 
 class VirtualBuffer:
-    """Bytes whose addresses stay when they are given back and taken again."""
+    """Bytes that keep their addresses when they are given back and taken again."""
 
     stable_addresses = True
 
@@ -142,7 +142,7 @@ def _unmap(driver: Driver, mapped: list[tuple[int, int]]) -> None:
 
 
 def _give_up(driver: Driver, address: int, size: int, mapped: list[tuple[int, int]], process: int) -> None:
-    if os.getpid() != process:  # a fork (of a data loader, say) has a copy of this, and no driver
+    if os.getpid() != process:  # a fork (of a data loader, say) inherits this finalizer, and has no driver
         return
     if mapped:
         driver.synchronize()
@@ -151,7 +151,7 @@ def _give_up(driver: Driver, address: int, size: int, mapped: list[tuple[int, in
 
 
 class _AtAddress:
-    """What ``torch.as_tensor`` makes a tensor of without a copy."""
+    """An object that ``torch.as_tensor`` turns into a tensor without a copy."""
 
     def __init__(self, address: int, size: int, owner: object) -> None:
         self.owner = owner
@@ -182,7 +182,7 @@ class CudaDriver:
         self.granularity = int(self._call("cuMemGetAllocationGranularity", self.location, flag))
 
     def check(self) -> None:
-        """Take the least there is, write to it and give it back: a device may have the calls and refuse them, or torch the memory."""
+        """Map a little memory, write to it and give it back: a device may refuse the calls, or torch the memory."""
         buffer = VirtualBuffer(self.granularity, self)
         buffer.tensor.zero_()
         buffer.release()

@@ -8,10 +8,10 @@
         batch = engine.generate_batch(prompts, SamplingParams(n=8))  # instead of model.generate
         ...
 
-The loop says nothing about weights: a rollout after an optimizer step or ``load_state`` takes them anew. Where FSDP or
-ZeRO-3 shard them, that one rollout gathers them, so each process has to make it. No other runs a collective: processes may
-generate different numbers of prompts, a different number of times. Under mixed precision the parameters stay in fp32, and
-so does the engine (DeepSpeed's are in bf16, and so is the engine): autocast is off in a rollout.
+The loop need not mention weights: the first rollout after an optimizer step or ``load_state`` takes them anew. Where FSDP or
+ZeRO-3 shard them, that rollout gathers them, so every process has to make it. No other rollout communicates: processes may
+generate different numbers of prompts, at different times. Autocast is off in a rollout: under mixed precision the parameters
+stay in fp32, and so does the engine (DeepSpeed's are in bf16, and so is the engine).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from stoker.rollout.prompts import Prompts
 from stoker.weight_sync.receiving import NewWeights
 from stoker.weight_sync.shards import is_sharded
 
-__all__ = ["AcceleratedEngine", "EngineConfig", "SamplingParams"]  # all that a loop needs, in one import
+__all__ = ["AcceleratedEngine", "EngineConfig", "SamplingParams"]  # all that a loop needs can be imported from here
 
 
 class AcceleratedEngine:
@@ -45,8 +45,8 @@ class AcceleratedEngine:
 
     model: the model, best as ``accelerator.prepare`` returned it. config: the engine's settings; the process index is
     added to its seed, so that processes that share a prompt sample differently. sleep: give the KV cache's memory back
-    after every rollout, so during backward and optimizer step, and take it again for the next; copies of weights that the
-    engine has leave the device, too. Where that cannot be, as requests of others are under way, a warning says so.
+    after every rollout, for backward and optimizer step, and take it again for the next; copies of weights that the engine
+    has leave the device, too. Where that is not possible, because other requests are under way, a warning says so.
 
     ``engine`` is the engine itself, for all that is not a rollout. Raises ``InvalidConfigError`` where the accelerator
     is none or works on another device than the model, and what ``RolloutEngine`` raises.
@@ -107,8 +107,8 @@ class AcceleratedEngine:
         """
         with sleep_after(self._sleep_if_told):
             if self._changed or self._deepspeed_steps() != self._steps_seen:
-                with uninterrupted():  # or other processes would make an update that this one stays away from
-                    if self.engine.is_sleeping:  # the KV cache after the update, so that what this takes never meets it
+                with uninterrupted():  # or this process might miss an update that the others make
+                    if self.engine.is_sleeping:  # weights only: the KV cache is not there while an update takes memory
                         wake_weights(self.engine)
                     self.engine.update_weights()
             if self.engine.is_sleeping:
@@ -129,7 +129,7 @@ class AcceleratedEngine:
             "rollout/mean_length": sum(lengths) / max(1, len(lengths)),
             "rollout/weight_version": self.engine.weight_version,
         }
-        # W&B counts a step on at every entry that names none, and drops those of the loop that are then behind.
+        # W&B begins a new step at every entry without one, and would then drop what the loop logs for earlier steps.
         self._accelerator.log(metrics, step=step, log_kwargs={} if step is not None else {"wandb": {"commit": False}})
         return batch
 
@@ -149,8 +149,8 @@ class AcceleratedEngine:
         self.close()
 
     def _weights_taken(self) -> None:
-        # As an optimizer has them: FSDP2 has others in their place while a forward without a backward has left it gathered,
-        # which it is not here. No weak references: torch swaps no tensor that has one, as a sharded model's are by ``to``.
+        # The parameters as an optimizer knows them: here the model is not gathered, as FSDP2 may leave it after a forward,
+        # with other tensors in their place. No weak references: ``to`` could not swap tensors that have some.
         self._parameters = list(self._model.parameters())
         self._changed, self._steps_seen = False, self._deepspeed_steps()
 
@@ -160,20 +160,20 @@ class AcceleratedEngine:
             self._changed = True
 
     def _deepspeed_steps(self) -> int:
-        # Its optimizers hold flattened copies of the parameters, so that whose step it was cannot be told from them.
+        # DeepSpeed's optimizers hold flattened copies of the parameters, which do not tell whose they are.
         trainer = _deepspeed_engine(self._accelerator, self._model)
         return trainer.global_steps - trainer.skipped_steps if trainer is not None else 0
 
 
 class _FollowedEngine(RolloutEngine):
-    """Tells when the model's weights were taken. A loop may do so by itself, around requests under way."""
+    """Tells when the model's weights were taken: a loop may also call ``update_weights`` itself."""
 
     taken: weakref.WeakMethod[Callable[[], None]]
 
     def update_weights(self, weights: NewWeights | None = None, *, version: int | None = None) -> int:
         if weights is not None:
             return super().update_weights(weights, version=version)
-        with uninterrupted():  # or this process would take them once more, while no other one does
+        with uninterrupted():  # or this process might take them once more, when no other one does
             version = super().update_weights(version=version)
             if (taken := self.taken()) is not None:
                 taken()
@@ -181,7 +181,7 @@ class _FollowedEngine(RolloutEngine):
 
 
 def _deepspeed_engine(accelerator: Any, model: nn.Module) -> Any:
-    """DeepSpeed's engine that trains the model: this is that engine, or inside it, beside a critic, say. None without DeepSpeed."""
+    """DeepSpeed's engine that trains the model, which is that engine, or is inside it. None without DeepSpeed."""
     if hasattr(model, "global_steps"):
         return model
     wrapper = getattr(accelerator, "deepspeed_engine_wrapped", None)
@@ -192,9 +192,9 @@ def _deepspeed_engine(accelerator: Any, model: nn.Module) -> Any:
 
 
 def _watch(engine: weakref.ref[AcceleratedEngine], accelerator: Accelerator) -> Callable[[], None]:
-    """Tell the engine of each step of any optimizer, also of one made later, and of a checkpoint that is loaded.
+    """Tell the engine of every step of any optimizer, also of those made later, and of checkpoints that are loaded.
 
-    Returns what ends that.
+    Returns a function that ends this.
     """
 
     # accelerate calls an optimizer's step when accumulation is complete and the gradients are finite, not before.

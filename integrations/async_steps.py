@@ -19,15 +19,15 @@ from stoker.rollout import RolloutChunk, RolloutEngine, RolloutHandle, RolloutOu
 from stoker.rollout.handles import abort
 
 _log = logging.getLogger("stoker")
-_WAIT_S = 0.05  # for a completion, before handles that came meanwhile are waited for too
+_WAIT_S = 0.05  # for a completion, before looking for handles that have come meanwhile
 _PAUSED_S = 0.02
 
 
 class AsyncSteps:
-    """Steps an engine for whoever waits in one event loop: within ``async with``, or as long as ``run`` is one of its tasks.
+    """Steps an engine for all who wait in one event loop: within ``async with``, or as long as ``run`` is a task of the loop.
 
-    Whoever waits may be cancelled, which aborts the request where nobody else waits for it. Once it has ended, whoever would
-    wait is refused by an ``EngineStateError``, and so is another ``async with``.
+    A coroutine that waits may be cancelled; that aborts the request, if nobody else waits for it. Once this has ended, waiting
+    raises ``EngineStateError``, and so does another ``async with``.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -54,27 +54,27 @@ class AsyncSteps:
         """Step the engine for whoever waits, until cancelled."""
         try:
             while True:
-                while not self._followed:  # who has arrived may have left since, with what was there already
+                while not self._followed:  # those who came may have left again
                     self._arrived.clear()
                     await self._arrived.wait()
                 await self._step()
         finally:
             try:
                 self.close()
-            finally:  # where even that fails whoever waits is to see it
-                with suppress(RuntimeError):  # of a loop that is closed, which nobody waits in
+            finally:  # even if that fails, wake those who wait, so that they see it
+                with suppress(RuntimeError):  # the loop is closed, and nobody waits in it
                     for events in self._followed.values():
                         for event in events:
                             event.set()
 
     async def _step(self) -> None:
         handles = list(self._followed)
-        # Streams are to see every step; whoever waits for the whole is told when one of them has finished.
+        # Streams see every step; those who wait for whole results are told when one has finished.
         share, timeout = (0.0, 0.0) if self._streams else (1 / len(handles), _WAIT_S)
         wait = partial(self._engine.wait, handles, share=share, timeout=timeout)
         try:
             await asyncio.get_running_loop().run_in_executor(self._stepper, wait)
-        except Exception as error:  # it has ended every request, each of which carries an error: there may be others
+        except Exception as error:  # every request has ended, with an error of its own; new ones may come
             if not all(handle.done for handle in handles):
                 raise
             self.failure = error
@@ -92,7 +92,7 @@ class AsyncSteps:
         abort(self._followed)
 
     def close(self) -> None:
-        """As ``abort``, and end the thread; for where ``run`` could not."""
+        """As ``abort``, and end the thread. To be called if ``run`` did not come to do it."""
         self._ended = True
         try:
             self.abort()
@@ -144,5 +144,5 @@ class AsyncSteps:
         if others:
             return
         del self._followed[handle]
-        if not handle.done:  # by the thread that steps, as it waits for the end of a step
+        if not handle.done:  # in the thread that steps, since an abort waits for the end of a step
             self._stepper.submit(handle.abort)

@@ -21,10 +21,10 @@ from stoker.integrations.cli_files import add_generate, add_score
 from stoker.integrations.jsonl import CommandError
 from stoker.kernels.errors import StokerError
 
-# What a write fails with for want of room: a full disk, a quota, the largest file that may be.
+# Errors of a write for which there is no room: a full disk, a quota, a limit on the size of files.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 EPILOG = "Exit codes: 0 all well, 1 something failed (the message says what), 2 wrong flags, 130 interrupted."
-# Programs of their own, with flags of their own: a default, and all by name.
+# Programs with their own flags: (the default, all by name).
 _BENCHMARKS = {
     name: f"stoker.benchmarks.{name}"
     for name in (
@@ -58,17 +58,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         finally:
             if sys.stdout is not None:  # closed
-                sys.stdout.flush()  # here, as what fails at Python's exit has messages and a code of Python's own
+                sys.stdout.flush()  # here: an error at Python's exit would have Python's own message and exit code
     except KeyboardInterrupt:
         print("stoker: interrupted", file=sys.stderr)
         return 130
     except OSError as error:
         if error.errno not in (errno.EPIPE, *_NO_ROOM):
             raise
-        if error.errno != errno.EPIPE:  # else whoever read the output has gone
+        if error.errno != errno.EPIPE:  # after EPIPE nobody reads the output any more
             print(f"stoker: {error}: make room", file=sys.stderr)
         if sys.stdout is not None:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where what it still holds goes
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
         return 1
 
 
@@ -85,16 +85,16 @@ def _run(arguments: list[str], *, alone: bool) -> int:
 
 @contextmanager
 def _ends_at_once(alone: bool) -> Iterator[None]:
-    """Context manager: Ctrl-C ends the process at once. For imports that take seconds, before anything has begun.
+    """Context manager: Ctrl-C ends the process at once. For imports that take seconds, when nothing else has begun.
 
-    An exception might come up in a callback of theirs, or in C, and be lost.
+    An exception could be raised in one of their callbacks, or in C, and be lost.
     """
 
     def end(*_: object) -> None:
         os.write(2, b"stoker: interrupted\n")
         os._exit(130)
 
-    # Else it is ignored, as that of a command in the background is, or not this command's to handle.
+    # Otherwise the signal is ignored, as in the background, or somebody else handles it.
     if not alone or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
@@ -229,9 +229,9 @@ def _serve(args: argparse.Namespace) -> int:
         ) from error
     key = os.environ.get("STOKER_API_KEY") if args.api_key is None else args.api_key
     check_key(key)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what ends a service, as Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends a service: as Ctrl-C
     with (
-        listen(args.host, args.port) as door,  # first: a model takes minutes to load, and another may have the port
+        listen(args.host, args.port) as door,  # first: a model takes minutes to load, and the port may be taken
         load(args) as engine,
         Server(engine, args.host, door, args.name or args.model, key, args.control, args.adapter) as server,
     ):

@@ -1,4 +1,4 @@
-"""Flags of the commands that run an engine, and the engine that these ask for."""
+"""The flags of commands that run an engine, and the engine that they describe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stoker.integrations.jsonl import CommandError
 from stoker.kernels.errors import InvalidConfigError
 
 _MAX_RANK = 512  # of an adapter, the most the kernels are made for
-_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]  # of a hub repository, what is loaded from it
+_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]  # what is fetched of a hub repository
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def load(args: argparse.Namespace) -> Any:
 
 
 def _folder(model: str) -> str:
-    """The local folder of a model. One of the hub is fetched, unless an earlier fetch has left it here."""
+    """The local folder of a model. A model on the hub is fetched, unless it is in the cache already."""
     if os.path.isdir(model):
         return model
     if model.startswith((".", "/", "~")) or model.count("/") > 1:

@@ -1,4 +1,4 @@
-"""``stoker generate`` and ``stoker score``: run the lines of a JSON Lines file, and go on where an earlier run stopped."""
+"""``stoker generate`` and ``stoker score``: process the lines of a JSON Lines file, and continue where an earlier run stopped."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _path(standard: Path) -> Callable[[str], Path]:
 
 
 def _read(args: argparse.Namespace, kinds: tuple[str, ...], results: tuple[str, ...]) -> list[Line]:
-    with suppress(OSError):  # what is not there is named by whoever opens it
+    with suppress(OSError):  # opening the file will say what is wrong
         if args.output.is_file() and args.output.samefile(args.input):
             args.parser.error("INPUT and OUTPUT are the same file")
     return read_lines(args.input, kinds=kinds, results=results)
@@ -158,7 +158,7 @@ def _write(
 
 
 def _failures(writer: ResumableWriter) -> int:
-    """Tell of the lines that failed, in this run or before; returns the exit code."""
+    """Say how many lines failed, in this run or before; returns the exit code."""
     if writer.failed:
         print(
             f'stoker: {writer.failed} of {writer.done} lines failed, see their "error" in {writer.path}; --overwrite '
@@ -234,7 +234,7 @@ def _completions(engine: Any, lines: list[Line], params: Any, args: argparse.Nam
 
 
 def _check_flags(engine: Any, params: Any, adapter: str | None) -> None:
-    """Refuse flags under which even the shortest prompt is refused: better now than line by line in a file of errors."""
+    """Refuse flags under which even the shortest prompt is refused: better now than in every line of the output."""
     try:
         engine.submit([0], params, adapter=adapter).abort()
     except InvalidRequestError as error:
@@ -267,7 +267,7 @@ def _score(args: argparse.Namespace) -> int:
 
 
 def _scores(engine: Any, lines: list[Line], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The output record of each line, in order; those of some hundred lines are made together."""
+    """The output record of each line, in order; some hundred lines are scored together."""
 
     def score(some: list[Line]) -> list[Any]:
         start = [line.fields.get("start", 1) for line in some]
@@ -293,7 +293,7 @@ def _scores(engine: Any, lines: list[Line], args: argparse.Namespace) -> Iterato
 
 
 def _halved(score: Callable[[list[Line]], list[Any]], lines: list[Line]) -> list[Any]:
-    """The score of each line. One that is refused, before any work, is found by halving: the others go together still."""
+    """The score of each line. A line that is refused, before any work, is found by halving; the others stay together."""
     try:
         return score(lines)
     except InvalidRequestError as error:

@@ -1,4 +1,4 @@
-"""An executor for functions of the user's, which may never return."""
+"""An executor for users' functions, which may never return: its threads do not keep the process from exiting."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import Any
 
 
 class DaemonExecutor(ThreadPoolExecutor):
-    """As many daemon threads as there are calls at a time: a process that exits does not wait for them.
+    """Runs each call in a daemon thread, as many as there are calls at a time. A process that exits does not wait for them.
 
-    The base class's threads it would wait for, and none are started; but asyncio takes no other class for its own calls.
+    It would wait for the base class's threads, so none of those is started; but asyncio accepts no other class.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__(1, name)  # threads of its own it never starts
-        self._name = name
+    def __init__(self) -> None:
+        super().__init__(1)  # it never starts threads of its own
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._begun: list[threading.Thread] = []
@@ -25,7 +24,7 @@ class DaemonExecutor(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         if self._ended:
-            return super().submit(fn, *args, **kwargs)  # which refuses it
+            return super().submit(fn, *args, **kwargs)  # raises an error
         future: Future[Any] = Future()
 
         def call() -> None:
@@ -38,14 +37,14 @@ class DaemonExecutor(ThreadPoolExecutor):
 
         self._calls.put(call)
         if not self._idle.acquire(blocking=False):
-            self._begun.append(threading.Thread(target=self._run, name=self._name, daemon=True))
+            self._begun.append(threading.Thread(target=self._run, name="stoker-user-functions", daemon=True))
             self._begun[-1].start()
         return future
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
-            del call  # and with it what it was given and gave
+            del call  # and with it its arguments and its result
             self._idle.release()
         self._calls.put(None)  # for the next one
 

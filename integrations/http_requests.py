@@ -1,4 +1,4 @@
-"""Reads HTTP requests up to a length, and ends work for a client that has gone."""
+"""Reads bodies of HTTP requests up to a length, and ends work for clients that have gone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TooLongError(InvalidRequestError):
 
 
 def most_bytes(max_model_len: int, images: bool) -> int:
-    """The most bytes of a body. More would take memory, and seconds of parsing in which nobody else is answered."""
+    """The most bytes of a body. Larger ones would take memory, and seconds to parse, while nobody else is answered."""
     return max(_LEAST, _A_TOKEN * max_model_len) + images * _IMAGES
 
 
@@ -30,8 +30,8 @@ async def read_body(request: Request, most: int) -> bytearray:
     """The body of a request. Raises ``TooLongError`` where it has more than ``most`` bytes, which are not kept."""
     body, announced = bytearray(), request.headers.get("content-length", "")
     fits = not announced.isdecimal() or int(announced) <= most
-    if fits or "expect" not in request.headers:  # who asks before it sends is answered before
-        async for part in request.stream():  # to its end: most clients see no answer before they have sent all
+    if fits or "expect" not in request.headers:  # a client that asks before it sends is answered right away
+        async for part in request.stream():  # to the end: most clients read no answer before they have sent all
             fits = fits and len(body) + len(part) <= most
             if fits:
                 body += part
@@ -62,7 +62,7 @@ async def unless(end: Coroutine[Any, Any, NoReturn], work: Awaitable[_T]) -> _T:
     finally:
         for one in (wanted, ending):
             if not one.cancel() and not one.cancelled():
-                one.exception()  # that of the other is nobody's, and asyncio would log it
+                one.exception()  # retrieve it, or asyncio would log it
 
 
 async def gone(request: Request) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Makes regular expressions of JSON schemas by ``outlines_core``, and refuses what these would not hold to."""
+"""Turns JSON schemas into regular expressions by ``outlines_core``, and refuses schemas that these would not enforce."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from stoker.kernels.errors import InvalidRequestError
 from stoker.rollout.regex import DEAD, byte_automaton
 
 _MOST_CHARACTERS = 2**24  # of a pattern; far fewer make more states than an automaton may have
-_ANYTHING = 14_000  # characters of the pattern of a value that a schema says nothing of
-_SHORT = ("string", "integer", "number", "boolean", "null")  # the pattern of one of these is not
-_REFERENCES = 3  # within each other, as far as outlines_core follows them
-# What outlines_core passes over wherever it stands, so that what is sampled need not fit the schema.
+_ANYTHING = 14_000  # characters of the pattern for any value at all
+_SHORT = ("string", "integer", "number", "boolean", "null")  # types with short patterns
+_REFERENCES = 3  # how deep outlines_core follows references within references
+# Keywords that outlines_core ignores, so that what is sampled might not fit the schema.
 _PASSED_OVER = (
     "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "uniqueItems", "contains", "minProperties",
     "maxProperties", "patternProperties", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "not", "if",
 )  # fmt: skip
-# Of these it reads one, and of what else binds a value then nothing.
+# Of these it reads only the first that is there, and then ignores most other keywords.
 _FIRST = ("properties", "allOf", "anyOf", "oneOf", "prefixItems", "enum", "const", "$ref")
 _BESIDE = {"properties": ("required",), "prefixItems": ("minItems", "maxItems", "items")}
 _NOT_IN_QUOTES = [*range(0x20), ord('"'), ord("\\")]  # bytes that JSON writes otherwise in a string
 
 
 def pattern_of(name: str, schema: dict[str, Any]) -> str:
-    """The regular expression that matches what fits a schema. name: of who asks, in messages. Raises ``InvalidRequestError``."""
+    """The regular expression that matches what fits a schema. name: of the field, for messages. Raises ``InvalidRequestError``."""
     try:
         from outlines_core.json_schema import build_regex_from_schema
     except ModuleNotFoundError as error:
@@ -34,7 +34,7 @@ def pattern_of(name: str, schema: dict[str, Any]) -> str:
         ) from error
     try:
         own = json.loads(json.dumps(schema))
-        # First, as a pattern has its parts several times over, and so has each of these: gigabytes, of a few hundred bytes.
+        # First of all: a pattern repeats its parts, and so do these. A few hundred bytes could become gigabytes.
         if _length(own, own, 0, {}) > _MOST_CHARACTERS:
             raise InvalidRequestError(
                 f"{name}: the schema's pattern would have more than {_MOST_CHARACTERS} characters: nest less deep, refer to "
@@ -42,7 +42,7 @@ def pattern_of(name: str, schema: dict[str, Any]) -> str:
             )
         texts = [part for part in _parts(own) if _is_text(part)]
         for part in texts:
-            if isinstance(given := part.get("pattern"), str):  # in a group, or an alternative in it would end the text
+            if isinstance(given := part.get("pattern"), str):  # put it in a group, as it may have alternatives
                 part["pattern"] = f"(?:{given[1:-1] if given.startswith('^') and given.endswith('$') else given})"
         pattern = str(build_regex_from_schema(json.dumps(own)))
         if unheld := list(dict.fromkeys(_unheld(own))):
@@ -60,7 +60,7 @@ def pattern_of(name: str, schema: dict[str, Any]) -> str:
 
 
 def _check_quoted(name: str, part: dict[str, Any], pattern: str) -> None:
-    """Raise ``InvalidRequestError`` where a string's own pattern, which stands between quotes as it is, may have one."""
+    """Raise ``InvalidRequestError`` where a string's pattern may match quotes and the like: it is put between quotes as it is."""
     within = pattern.removeprefix("(").removesuffix(")")[1:-1]
     if (byte_automaton(within).following[:, _NOT_IN_QUOTES] != DEAD).any():
         raise InvalidRequestError(
@@ -71,7 +71,7 @@ def _check_quoted(name: str, part: dict[str, Any], pattern: str) -> None:
 
 
 def _parts(schema: Any) -> Iterator[dict[str, Any]]:
-    """A schema, and all within it that values are held to."""
+    """A schema, and all schemas within it that apply to values."""
     if not isinstance(schema, dict):
         return
     yield schema

@@ -1,4 +1,4 @@
-"""Reads and writes JSON Lines: every line read is checked, and a killed run's output is gone on with."""
+"""Reads JSON Lines, checking every line, and writes them so that a run that was killed can be continued."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Line:
 
 
 def read_lines(path: Path, *, kinds: tuple[str, ...], results: tuple[str, ...]) -> list[Line]:
-    """All lines but blank ones. kinds: of which fields each has to have exactly one. results: fields that are left out,
-    as the output's of that name take their place; so an output can be an input.
+    """All lines but blank ones. kinds: fields, of which each line has to have exactly one. results: fields that are left out,
+    since the output has fields of those names; so an output can be used as input.
 
     Raises ``CommandError`` naming the first line that cannot be used.
     """
     lines = []
     try:
-        # What is no UTF-8 comes through, as half characters, for the line it is in to be named.
+        # Bytes that are not UTF-8 come through as surrogates, so that the error can name the line.
         with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
             for number, text in enumerate(file, start=1):
                 if text.strip():
@@ -100,13 +100,13 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class ResumableWriter:
-    """Writes one object for each input line, in order, each whole before the next is begun.
+    """Writes one object for each input line, in order, each completely before the next.
 
-    An output that is there already is taken for what an earlier run with this input has done: its whole lines are kept,
-    a torn last one is cut off, and ``done`` says how many there are, ``failed`` how many of them have an error. With
-    ``overwrite`` they go when the first new one is written. Raises ``CommandError`` where it is of another input, or of
-    another command, which ``is_result`` says of a line without an error, or cannot be written; what was written stays, and
-    of a run that fails before it has written anything, no trace. Standard output is only written to, wherever it goes.
+    If the output exists, it counts as what an earlier run with this input has done: its complete lines are kept, a torn last one
+    is cut off, and ``done`` says how many there are, ``failed`` how many of these have an error. With ``overwrite`` they are
+    removed when the first new line is written. Raises ``CommandError`` where the output belongs to another input, or to another
+    command (as ``is_result`` says of lines without an error), or cannot be written. What was written stays; a run that fails
+    before it has written anything leaves no file. Standard output is only written to, wherever it goes.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class ResumableWriter:
         self._be_alone()
 
     def _is_there(self) -> bool:
-        """Whether the file is still there: another run, which failed before it wrote anything, may have removed it since."""
+        """Whether the file is still there: another run that failed before it wrote anything may have removed it."""
         if not self._keeps_lines:
             return True
         with suppress(OSError):
@@ -157,7 +157,7 @@ class ResumableWriter:
         return False
 
     def _be_alone(self) -> None:
-        """Refuse to go on beside a run that was taken for dead and is still alive: the lines of two would mix."""
+        """Refuse to write where another run is still writing: the lines of both would mix."""
         if fcntl is None or not self._keeps_lines:
             return
         try:
@@ -229,9 +229,9 @@ class ResumableWriter:
     ) -> None:
         if kind is None:
             self._drop_leftover()
-        if fcntl is None:  # Windows takes no open file away
+        if fcntl is None:  # Windows cannot remove an open file
             self._file.close()
         if kind is not None and self._is_new and not self.done and self._keeps_lines:
-            # While it is locked, or it could be another run's by then. A link to it is the user's own.
+            # While it is locked, or another run might have begun to write. A link to it is left, as it is the user's.
             self.path.resolve().unlink(missing_ok=True)
         self._file.close()

@@ -1,4 +1,4 @@
-"""OpenAI's protocol: the answer to a request, whole or as a stream. Fields beyond OpenAI's are vLLM's."""
+"""OpenAI's protocol: writes the answer to a request, whole or as a stream. Fields beyond OpenAI's are vLLM's."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def parses(tokenizer: Any) -> bool:
 
 
 def _parsed(call: Call, output: RolloutOutput, completion: Completion, tokenizer: Any) -> dict[str, Any]:
-    """The message, in the parts its tokenizer tells apart. What a model has written in no known form is content."""
+    """The message, in the parts that its tokenizer can tell apart. If it has no known form, all is content."""
     unparsed = {"content": completion.text or ""}
     if not parses(tokenizer):
         return unparsed
     ids = completion.token_ids[:-1] if isinstance(completion.stop_reason, int) else completion.token_ids
-    if not ids:  # an end at once, which to the parser would be no text, and not an empty one
+    if not ids:  # it ended at once; the parser would not take that for an empty text
         return unparsed
     try:
         found = tokenizer.parse_response(ids, prefix=output.prompt_token_ids, tools=call.tools)
@@ -80,7 +80,7 @@ def _parsed(call: Call, output: RolloutOutput, completion: Completion, tokenizer
             return unparsed
         last = "content" if message.setdefault("content", None) else "reasoning_content"
         if isinstance(stop := completion.stop_reason, str) and (text := message.get(last)):
-            # Parsed with the stop string, which may be what ends a call; the text ends before it.
+            # The stop string is parsed too, as it may end a call; but the message ends before it.
             message[last] = _before(stop, text, completion, tokenizer)
         json.dumps(message, ensure_ascii=False, allow_nan=False).encode()  # or no answer can hold it: half a character
     except Exception:  # parsers raise errors of many kinds over what a model may write
@@ -89,7 +89,7 @@ def _parsed(call: Call, output: RolloutOutput, completion: Completion, tokenizer
 
 
 def _before(stop: str, text: str, completion: Completion, tokenizer: Any) -> str:
-    """A message's last part without the stop string that ended the completion, or what a parser has left of that."""
+    """A message's last part without the stop string that ended the completion, or without what the parser left of it."""
     decoded: str = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
     left_out = decoded[len(completion.text or "") :]  # the stop string, and what its last token goes on with
     ends = (left_out, left_out.rstrip(), stop)  # the last where it names special tokens
@@ -148,7 +148,7 @@ class Stream:
         self._row = row
         self._tokenizer = tokenizer
         self._head = _head(call, created, stream=True)
-        self._whole = call.chat and parses(tokenizer)  # what a message consists of is known at its end
+        self._whole = call.chat and parses(tokenizer)  # a message's parts are known only at its end
         count = call.params.n
         self._texts = [TextStream(tokenizer, call.params.stop) for _ in range(count)]
         self._begun = [False] * count

@@ -1,4 +1,4 @@
-"""OpenAI's protocol: what a request asks of the engine. Fields beyond OpenAI's are vLLM's."""
+"""OpenAI's protocol: reads what a request asks for. Fields beyond OpenAI's are vLLM's."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _SAMPLING = (
     "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "suppress_token_ids", "logit_bias", "seed",
     "logprobs_mode",
 )  # fmt: skip
-# What changes no completion.
+# Fields that change no completion.
 _NO_MATTER = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
 }  # fmt: skip
-# Fields of what is not done here, and the values that ask for nothing.
+# Fields of what is not supported, with the values that do not ask for it.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -36,8 +36,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
     "modalities": (["text"],),
 }
-_MOST_SAMPLES = 16384  # a request that asks for more would have the memory of all
-_MOST_CHARACTERS = 128  # of text, for each token there may be: the longest tokens of large vocabularies have so many
+_MOST_SAMPLES = 16384  # more could take all memory
+_MOST_CHARACTERS = 128  # of text for each token there may be: as many as the longest tokens of large vocabularies have
 
 
 class UnknownModelError(InvalidRequestError):
@@ -64,7 +64,7 @@ class Call:
 def read_call(body: Any, engine: RolloutEngine, model: str, adapter: AdapterChoice, *, chat: bool) -> Call:
     """The call that a request's JSON makes. model: the name under which the engine is served, with ``adapter``.
 
-    Raises ``InvalidRequestError`` for what cannot be, and for any field whose meaning would be dropped.
+    Raises ``InvalidRequestError`` for what is invalid, and for any field that would be ignored.
     """
     if not isinstance(body, dict):
         raise InvalidRequestError("the body is no JSON object: give one, as OpenAI's clients do")
@@ -167,7 +167,7 @@ def _pattern(name: str, asked: Any) -> str | None:
 def _prompts(fields: dict[str, Any], max_model_len: int) -> list[Any]:
     given = fields.pop("prompt", None)
     prompts = [given] if given != [] and _is_text_or_ids(given) else given
-    # No chats, which the engine would take too: the paths of their images are files of this machine.
+    # Not chats, though the engine would take them: their images could be paths of files on this machine.
     if not isinstance(prompts, list) or not prompts or not all(_is_text_or_ids(p) for p in prompts):
         raise InvalidRequestError(f"prompt={shown(given)}: give text, a list of token ids, or a list of such")
     for row, prompt in enumerate(prompts):
@@ -177,7 +177,7 @@ def _prompts(fields: dict[str, Any], max_model_len: int) -> list[Any]:
 
 
 def _check_length(name: str, characters: int, max_model_len: int) -> None:
-    """Refuse what cannot fit before a tokenizer takes its time over it, and some hundred bytes for each character."""
+    """Refuse text that cannot fit, before a tokenizer spends time and memory on it."""
     if characters > _MOST_CHARACTERS * max_model_len:
         raise InvalidRequestError(
             f"{name} has {characters} characters, more than {_MOST_CHARACTERS} for each of the {max_model_len} tokens of "
@@ -215,7 +215,7 @@ def _chat(fields: dict[str, Any], engine: RolloutEngine, tools: list[Any] | None
 
 
 def _of_no_template(engine: RolloutEngine) -> set[str]:
-    """Names that the functions which apply templates take for themselves: they would cut prompts, others' too meanwhile."""
+    """Parameters of the functions that apply templates. They are no variables of a template, and may change other things."""
     applying = (getattr(reader, "apply_chat_template", None) for reader in (engine.processor, engine.tokenizer))
     return {name for apply in applying if apply for name in inspect.signature(apply).parameters} - {"documents"}
 
@@ -249,7 +249,7 @@ def _part(at: int, part: Any, reads_images: bool) -> dict[str, Any]:
         case {"type": "image_url", "image_url": {"url": str(url)}}:
             if url.startswith(("http://", "https://")) and reads_images:
                 url = as_data(f"messages[{at}]", url)
-            # And no other, which would be a file of this machine.
+            # No other URLs: they could be files on this machine.
             if url.startswith(("data:image/", "http://", "https://")):
                 return {"type": "image", "url": url}
     raise InvalidRequestError(
@@ -260,7 +260,7 @@ def _part(at: int, part: Any, reads_images: bool) -> dict[str, Any]:
 def _with_arguments(call: Any) -> Any:
     match call:
         case {"function": {"arguments": str(text)} as function}:
-            # What a model has written is not always JSON, or any that is read.
+            # What a model has written is not always valid JSON.
             with suppress(ValueError, RecursionError):
                 return {**call, "function": {**function, "arguments": json.loads(text)}}
     return call

@@ -1,4 +1,4 @@
-"""Pieces of a PPO loop, for tensors as ``RolloutBatch.to_tensors`` makes them; ``examples/ppo.py`` is such a loop.
+"""Parts of a PPO loop, for tensors as ``RolloutBatch.to_tensors`` makes them. ``examples/ppo.py`` is such a loop.
 
 Everything is of shape [B, C], one column a completion token, and comes with a mask [B, C] (bool, or numbers of 0 and 1)
 of the tokens that are the policy's own. What the mask leaves out, padding or the answer of a tool in the middle, has no
@@ -68,7 +68,7 @@ def token_rewards(scores: Tensor | Sequence[float], kl: Tensor, mask: Tensor, *,
     scores = torch.as_tensor(scores, dtype=torch.float32, device=kl.device)
     if scores.shape != kl.shape[:1]:
         raise InvalidRequestError(f"scores has shape {tuple(scores.shape)}: give one a row, [{kl.shape[0]}]")
-    last = keep & (keep.flip(1).cumsum(1).flip(1) == 1)  # of which the row has no more after it
+    last = keep & (keep.flip(1).cumsum(1).flip(1) == 1)  # tokens after which the row has no more
     return torch.where(keep, -kl_coefficient * kl.float(), 0.0) + torch.where(last, scores[:, None], 0.0)
 
 
@@ -81,9 +81,8 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     """Values [B, C] scaled to variance 1 over the tokens of the batch, and with ``shift_mean`` shifted to mean 0."""
     keep = _mask(mask, values)
-    values = torch.where(
-        keep, values.float(), 0.0
-    )  # first: through what is NaN there, gradients would be NaN everywhere
+    # First: NaN in values that the mask leaves out would make all gradients NaN.
+    values = torch.where(keep, values.float(), 0.0)
     mean = masked_mean(values, mask)
     variance = masked_mean((values - mean) ** 2, mask)
     white = (values - mean) * torch.rsqrt(variance + 1e-8)

@@ -3,8 +3,8 @@
     with serve(engine) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="-")
 
-Requests run in one batch with those of the trainer, under the weights there are; a pause holds them, and an engine that
-sleeps says so. Needs starlette and uvicorn: pip install 'stoker[server]'.
+Requests run in one batch with the trainer's, under the present weights. During a pause they wait; while the engine sleeps they
+are refused. Needs starlette and uvicorn: pip install 'stoker[server]'.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from stoker.rollout import LIVE, RolloutEngine, RolloutHandle, RolloutOutput
 from stoker.rollout.adapters import AdapterChoice
 from stoker.rollout.user_values import shown
 
-_STATUS: tuple[tuple[type[StokerError], int], ...] = (  # the first that fits
+_STATUS: tuple[tuple[type[StokerError], int], ...] = (  # the first one that fits counts
     (UnknownModelError, 404),
     (TooLongError, 413),
     (InvalidRequestError, 400),
     (UnsupportedModelError, 400),
     (WeightsMismatchError, 400),
-    (WeightTransferError, 400),  # of a file or folder, which the request names
+    (WeightTransferError, 400),  # the file or folder is named by the request
     (EngineStateError, 503),
     (StokerError, 500),
 )
-_GRACE_S = 5  # for answers that are being sent when the server is closed, and for what a request changes then
+_GRACE_S = 5  # when closing: for answers that are being sent, and for a change that is being made
 _CLOSED = "the server is being closed, and what was asked for may not be done"
 _T = TypeVar("_T")
 
@@ -117,11 +117,11 @@ class Server:
         self._api_key = api_key
         self._steps = AsyncSteps(engine)
         self._closing, self._ends = False, asyncio.Event()
-        # Most of the time they wait: for their turn where the engine is being changed, or for the host of an image.
+        # These threads mostly wait: for a change of the engine to end, or for an image to be fetched.
         self._starts = ThreadPoolExecutor(64, "stoker-requests")
         # One thread, so that a pause, an update and a resume run in the order they came in.
         self._control = ThreadPoolExecutor(1, "stoker-control")
-        self._has_paused = False  # a request has, and none has resumed; for that thread alone
+        self._has_paused = False  # whether a request has paused the engine; only used in that thread
         self._last_change: Future[None] | None = None
         self._socket = port if isinstance(port, socket.socket) else listen(host, port)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
@@ -130,7 +130,7 @@ class Server:
             lifespan=self._running,
             exception_handlers={StokerError: self._refuse, HTTPException: self._unknown, ClientDisconnect: _to_nobody},
         )
-        # The process's logging is not the server's to set up.
+        # The server must not set up the process's logging.
         config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_GRACE_S)
         self._server = uvicorn.Server(config)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -170,7 +170,7 @@ class Server:
         self._loop.call_soon_threadsafe(self._steps.abort)
         self._server.should_exit = True
         self._thread.join()
-        if self._last_change is not None:  # a change that takes longer ends by itself, and this after it
+        if self._last_change is not None:  # it comes after a change that is being made, which may take longer
             wait([self._last_change], max(0.0, end - time.monotonic()))
 
     def __enter__(self) -> Self:
@@ -249,7 +249,7 @@ class Server:
         return [{"id": name, "object": "model", "created": 0, "owned_by": "stoker"} for name in names]
 
     async def _change(self, request: Request, *, change: Callable[..., Any], fields: dict[str, type]) -> Response:
-        if request.query_params:  # as other servers take them; dropped, another change would be made than was asked for
+        if request.query_params:  # other servers take them; to ignore them would make another change than was asked for
             raise InvalidRequestError(f"{shown(str(request.url.query))} is in the URL: give it in the body, as JSON")
         body = parsed(await self._body(request) or bytearray(b"{}"))
         given = {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else None
@@ -259,7 +259,7 @@ class Server:
         try:
             change = partial(change, **given)
             await self._unless_closed(asyncio.get_running_loop().run_in_executor(self._control, change))
-        except EngineStateError as error:  # of something that is under way, not of the server
+        except EngineStateError as error:  # due to something under way, not to the server
             return _error(409, str(error))
         return await self._health(request)
 
@@ -273,11 +273,11 @@ class Server:
 
     def _end_pause(self) -> None:
         if self._has_paused and self._engine.is_paused:
-            with suppress(EngineStateError):  # it is closed, or asleep with requests of its owner's under way
+            with suppress(EngineStateError):  # it is closed, or asleep with its owner's requests under way
                 self._resume()
 
     def _update_weights(self, path: str = "", version: int | None = None) -> None:
-        # Which say no to what can be no path, too, and to a pipe, to which nobody may ever write.
+        # Both are False for what is no path, and for a pipe, to which nobody may ever write.
         if not os.path.isfile(path) and not os.path.isdir(path):
             raise InvalidRequestError(f"path={shown(path)}: give a safetensors file or a folder that is there")
         self._engine.update_weights(path, version=version)
@@ -299,7 +299,7 @@ class Server:
             events = self._events(call, handles, created)
             return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         outputs = await unless(gone(request), self._results(handles))
-        # In a thread: tokens are decoded one by one, and all other clients would wait.
+        # In a thread, as decoding tokens one by one would keep all other clients waiting.
         return await asyncio.to_thread(lambda: JSONResponse(answer(call, outputs, self._engine.tokenizer, created)))
 
     async def _body(self, request: Request) -> bytearray:
@@ -314,13 +314,13 @@ class Server:
         return await unless(closed(), work)
 
     def _start(self, body: Any, chat: bool) -> tuple[Call, list[RolloutHandle]]:
-        """Make and submit a call, in a thread: templates and tokenizers take their time, and so does an engine being changed."""
+        """Make and submit a call. In a thread, since templates and tokenizers take time, and the engine may be being changed."""
         call = read_call(body, self._engine, self._name, self._adapter, chat=chat)
         handles = []
         for row, prompt in enumerate(call.prompts):
             try:
                 handles.append(self._engine.submit(prompt, call.params, adapter=call.adapter))
-            except InvalidRequestError as error:  # those before it end with their handles
+            except InvalidRequestError as error:  # requests before it end when their handles are dropped
                 raise type(error)(str(error).replace("prompt 0", f"prompt {row}", 1)) from error
         return call, handles
 
@@ -366,7 +366,7 @@ class Server:
 
 def check_key(api_key: str | None) -> None:
     """Raise ``InvalidConfigError`` for a key that no request could bring."""
-    # Anything else arrives changed in a header, or not at all; and an empty one would let everybody in, or nobody.
+    # Other characters are changed or lost in a header, and an empty key would let in everybody or nobody.
     if api_key is not None and not (isinstance(api_key, str) and re.fullmatch("[!-~]([ -~]*[!-~])?", api_key)):
         raise InvalidConfigError(
             "api_key is empty, or has what a header does not carry: give printable ASCII without spaces around it, "
@@ -375,7 +375,7 @@ def check_key(api_key: str | None) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Take a port: who connects from now on waits for a server. Raises ``InvalidConfigError`` where that cannot be."""
+    """Take a port: clients that connect from now on wait for a server. Raises ``InvalidConfigError`` where it cannot be had."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError, TypeError) as error:

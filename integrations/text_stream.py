@@ -1,4 +1,4 @@
-"""Streams the text of a growing completion."""
+"""Streams the text of a growing completion, holding back what later tokens may still change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stoker.rollout.stop_strings import LONGEST_CHARACTER
 
 
 class TextStream:
-    """Gives as much of a growing completion's text as stays whatever comes next."""
+    """Gives as much of a growing completion's text as cannot change any more."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
@@ -32,7 +32,7 @@ class TextStream:
         if new:  # special tokens have no text, and are no context
             self._held += new
             self._context, self._pending = self._pending[:known], self._pending[known:]
-        # One that was there before has ended nothing, as more came: it is from before ``min_tokens``.
+        # Only stop strings that end in the new text: an earlier one came before ``min_tokens``, and did not end it.
         found = [at for s in self._stops if (at := self._held.find(s, max(0, old - len(s) + 1))) >= 0]
         sure = max(0, min([len(self._held) - self._keep, *found]))
         text, self._held = self._held[:sure], self._held[sure:]
@@ -44,9 +44,9 @@ class TextStream:
         return text[self._sent :]
 
     def _broken(self, whole: str) -> tuple[int, str]:
-        """How many pending tokens lie further back than a character reaches, and their text; 0 where it may still change.
+        """How many pending tokens are so far back that their text is final, and that text; 0 where it may still change.
 
-        Some tokenizers give no text to bytes in a row until all of them make characters: then one of the next four does.
+        Some tokenizers give no text for a row of bytes until all of them make characters; one of the next four then does.
         """
         known = len(self._pending) - LONGEST_CHARACTER - 4
         if known < LONGEST_CHARACTER:

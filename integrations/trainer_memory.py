@@ -13,13 +13,13 @@ _log = logging.getLogger("stoker")
 
 
 def between_rollouts(engine: RolloutEngine) -> list[str]:
-    """The tags to send to sleep while a trainer trains: all memory of the engine's own but graphs, which take long to capture."""
+    """The tags that sleep while a trainer trains: all of the engine's own memory, except graphs, which take long to capture."""
     return ["weights", "kv_cache"] if engine.stats().mirror_bytes else ["kv_cache"]
 
 
 @contextmanager
 def sleep_after(sleep: Callable[[], None]) -> Iterator[None]:
-    """Context manager around a rollout: call ``sleep`` after it. Where that fails the completions are there all the same."""
+    """Context manager around a rollout: calls ``sleep`` after it. If that fails, the completions are not lost."""
     try:
         yield
     except BaseException as error:
@@ -35,10 +35,10 @@ def sleep_after(sleep: Callable[[], None]) -> Iterator[None]:
 
 
 def wake_weights(engine: RolloutEngine) -> None:
-    """Wake weights before an update that ranks make together. Where memory is short here, the others do not wait for this rank."""
+    """Wake weights before an update that ranks make together. If memory is short here, the others do not wait for this rank."""
     try:
         engine.wake_up("weights")
     except Exception:
-        with suppress(StokerError):  # it refuses, here and so on all ranks: the weights are asleep still
+        with suppress(StokerError):  # the weights are still asleep, so it refuses, here and on all ranks
             engine.update_weights()
         raise

@@ -6,11 +6,11 @@
 
 TRL has no registry of generation backends. Most of its trainers ask ``trainer.vllm_generation`` for completions while
 ``trainer.use_vllm`` is set, and want two methods of it: ``sync_weights`` and ``generate``. ``OnlineDPOTrainer`` calls
-its own ``_generate``. ``attach`` puts an object with these methods there, has the end of a rollout's last turn
-reported to it, and patches nothing else. For GRPO this also turns on what TRL ties to a backend that returns
-log-probabilities: the importance-sampling correction, and the ``sampling/`` metrics that compare the engine's
-log-probabilities with the trainer's. The two agree best in one dtype: over fp32 weights TRL's default ``bf16=True`` runs
-the trainer's forward in bf16 while the engine samples in fp32, and the correction covers the difference.
+its own ``_generate``. ``attach`` puts an object with these methods there, wraps the function that makes all turns of a
+rollout, and patches nothing else. For GRPO this also turns on what TRL does with a backend that returns log-probabilities:
+the importance-sampling correction, and the ``sampling/`` metrics, which compare the engine's log-probabilities with the
+trainer's. The two agree best in one dtype: over fp32 weights TRL's default ``bf16=True`` runs the trainer's forward in bf16,
+while the engine samples in fp32, and the correction covers the difference.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def attach(trainer: Any, *, config: EngineConfig | None = None) -> RolloutEngine
     trainer: a GRPO, RLOO, Distillation, SDFT, SDPO, GOLD, IWOPD or OnlineDPO trainer (or of a class derived from one) built
     with ``use_vllm=False``. Sampling settings are read from it (and from ``args.generation_kwargs``, which win) at every
     generation. With ``args.vllm_enable_sleep_mode`` the engine gives its KV cache back, and copies of weights that
-    it has, between generations, so during backward and optimizer step, and not between the turns of one. config: the
+    it has, between generations (for backward and optimizer step), but not between the turns of one. config: the
     engine's settings; by default its seed is ``args.seed``. The process index is added to the seed, so that processes that
     share a prompt sample differently.
 
     Returns the engine; it belongs to the trainer until ``detach``. Raises a ``StokerError`` before anything is changed (and
-    whatever else ends it, Ctrl-C say, leaves the trainer as it was):
+    after any other exception, Ctrl-C for example, the trainer is as it was):
     ``InvalidConfigError`` for TRL's version, the kind of trainer or a setting that cannot work, ``EngineStateError``
     where an engine is attached already, ``UnsupportedModelError`` for a model the engine does not run and for GOLD on images,
     ``InvalidRequestError`` for sampling settings that no completion could follow.
@@ -63,10 +63,10 @@ def attach(trainer: Any, *, config: EngineConfig | None = None) -> RolloutEngine
             backend.before.append((owner, name, vars(owner).get(name, _ABSENT)))
             setattr(owner, name, value)
         trainer.add_callback(backend.callback)
-        if hasattr(trainer, "_buffered_inputs"):  # completions made without the engine lack what is asked of its own
+        if hasattr(trainer, "_buffered_inputs"):  # completions made without the engine have no log-probabilities
             trainer._buffered_inputs = None
         return backend.engine
-    except BaseException:  # an interrupt, say: half attached, the trainer could be neither used nor detached
+    except BaseException:  # an interrupt, say: a trainer that is half attached could be neither used nor detached
         backend.leave()
         raise
 
@@ -87,11 +87,11 @@ def _was_aborted(batch: RolloutBatch) -> bool:
 
 
 class _Trained(nn.Module):
-    """A trainer's model, with all that it has put around it by now: what FSDP1 does with parameters is known to the wrapper alone."""
+    """A trainer's model with the wrappers it has by now: only the wrapper knows what FSDP1 does with parameters."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__()
-        self._orig_mod: Any  # what torch.compile calls the module it wraps, which is looked for there
+        self._orig_mod: Any  # the name that torch.compile's wrapper uses, so that ``unwrap`` finds it
         self.look(trainer)
 
     def look(self, trainer: Any) -> None:
@@ -99,7 +99,7 @@ class _Trained(nn.Module):
 
 
 class _EngineBackend:
-    """An engine over a trainer's live model; a subclass for each way in which trainers ask for completions."""
+    """An engine over a trainer's live model. There is a subclass for each way in which trainers ask for completions."""
 
     last_sync = "_last_loaded_step"  # where the trainer keeps the step at which weights were last taken
 
@@ -110,9 +110,9 @@ class _EngineBackend:
         self.callback = Listener(self)
         self.before: list[tuple[Any, str, Any]] = []  # what ``detach`` puts back: owner, attribute, value
         self._turns_to_come = False
-        self._to_sleep = False  # after them
+        self._to_sleep = False  # after these turns
         self._training = self._dropped = False  # dropped: copies of weights that slept
-        self._longest: int | None = None  # that a prompt and its turns can be: known from the first one on
+        self._longest: int | None = None  # the most tokens of a prompt with its turns; known from the first turn on
         self._metrics = RolloutMetrics()
         config = config or EngineConfig(seed=trainer.args.seed)
         config = replace(config, seed=config.seed + trainer.accelerator.process_index)
@@ -130,11 +130,11 @@ class _EngineBackend:
 
     @uninterrupted()
     def leave(self) -> None:
-        """Put back what of the seam is set, and close the engine."""
+        """Put back all that was set, and close the engine."""
         for owner, name, value in self.before:
             if value is not _ABSENT:
                 setattr(owner, name, value)
-            elif name in vars(owner):  # else ``attach`` has not come so far
+            elif name in vars(owner):  # else ``attach`` did not get that far
                 delattr(owner, name)
         remove_callback(self._trainer, self.callback)
         self.engine.close()
@@ -145,8 +145,8 @@ class _EngineBackend:
 
     def sync_weights(self) -> None:
         """Called before a generation when the optimizer has stepped since the last one."""
-        # The trainer puts wrappers around its model after construction, so look it up now. Inside the wrappers has to
-        # be the model the engine was built over.
+        # The trainer wraps its model after construction, so look it up now. Inside the wrappers there has to be the model
+        # that the engine was built over.
         if live_model(self._trainer) is not self._model:
             raise WeightsMovedError(
                 "the trainer now trains another model object than the one the engine was attached to: call "
@@ -155,26 +155,26 @@ class _EngineBackend:
         self._trained.look(self._trainer)
         with self._metrics.timed():
             wake_weights(self.engine)
-        with uninterrupted():  # or this process would take them once more, while no other one does
+        with uninterrupted():  # or this process might take them once more, when no other one does
             self.engine.update_weights()
             self._dropped = False
             setattr(self._trainer, self.last_sync, self._trainer.state.global_step)
 
     def begin(self) -> None:
-        """Note that a run begins: the trainer is to sync at its first generation.
+        """Note that a run begins: have the trainer sync at its first generation.
 
-        It takes weights for new when the step number differs from that of the last sync. A second run counts from 0 again,
-        and ``load_best_model_at_end`` changes the weights without a step.
+        It syncs when the step number differs from that of the last sync. But a second run counts from 0 again, and
+        ``load_best_model_at_end`` changes the weights without a step.
         """
         self.forget_step()
         self._training = True
 
     def forget_step(self) -> None:
-        """Sync at the next generation. What is evaluated may be others' weights: a schedule-free optimizer's, or an average."""
+        """Sync at the next generation. Evaluation may use other weights: a schedule-free optimizer's, or an average."""
         setattr(self._trainer, self.last_sync, -1)
 
     def end(self) -> None:
-        """A run has ended: from now on processes may generate a different number of times, each by itself."""
+        """Note that a run has ended: from now on processes may generate independently of each other."""
         self._training = False
         try:
             if self._dropped:
@@ -188,8 +188,8 @@ class _EngineBackend:
     ) -> RolloutBatch:
         """``n`` completions of each prompt under the trainer's settings; the engine sleeps afterwards if told to.
 
-        images: of each prompt the list of those that its ids have placeholders for, or None. is_turn: of the completions
-        that the trainer is making, and not what a tool or a function of the user's asks in between.
+        images: for each prompt, the list of images that its ids have placeholders for, or None. is_turn: whether this is a turn
+        of the trainer's own completions, and not asked for by a tool or a user's function in between.
         """
         with nullcontext() if self._turns_to_come else self._rollout():
             with self._metrics.timed():
@@ -198,7 +198,7 @@ class _EngineBackend:
                 self._wake_up()
                 self._to_sleep = self._trainer.args.vllm_enable_sleep_mode
                 batch = self.engine.generate_batch(given, params)
-                while _was_aborted(batch):  # by a pause of another thread's: these are no completions to train on
+                while _was_aborted(batch):  # by another thread's pause("abort"): not to be trained on
                     batch = self.engine.generate_batch(given, params)
             batch.raise_for_errors()
             self._metrics.count(sum(len(c.token_ids) for output in batch for c in output.completions))
@@ -206,7 +206,7 @@ class _EngineBackend:
 
     @contextmanager
     def _rollout(self) -> Iterator[None]:
-        """Context manager around all turns of a rollout: KV is kept between them, and afterwards the engine sleeps if told to."""
+        """Context manager around all turns of a rollout: KV is kept between them; afterwards the engine sleeps if told to."""
 
         def end() -> None:
             self._turns_to_come, self._longest = False, None
@@ -234,7 +234,7 @@ class _EngineBackend:
             self.engine.wake_up()
 
     def on_engine_awake(self, rollout: Callable[..., Any]) -> Callable[..., Any]:
-        """``rollout``, a function of the user's that asks the engine itself or a server on it, with the engine woken before it."""
+        """``rollout``, a user's function that uses the engine or a server on it, with the engine woken first."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self._metrics.timed():
@@ -245,14 +245,14 @@ class _EngineBackend:
         return run
 
     def _send_to_sleep(self) -> None:
-        """Put the engine to sleep. Copies of weights are dropped while a run trains all of a model: the next update moves all."""
+        """Put the engine to sleep. Copies of weights are dropped while a run trains the whole model: the next update brings all."""
         tags = between_rollouts(self.engine)
         all_trained = self._training and all(p.requires_grad for p in self._model.parameters())
         self._dropped = "weights" in tags and all_trained
         self.engine.sleep(3 if self._dropped else 1, tags=tags)
 
     def all_turns(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """``generate``, which asks for all turns of a rollout, as one generation: after a tool's answer only that is computed."""
+        """``generate``, which makes all turns of a rollout, as one generation: after a tool's answer, only that is computed."""
 
         def generation(*args: Any, **kwargs: Any) -> Any:
             with self._rollout():
@@ -261,7 +261,7 @@ class _EngineBackend:
         return generation
 
     def _params(self, prompts: Sequence[list[int]], n: int, is_turn: bool) -> list[SamplingParams]:
-        """The sampling parameters of each prompt. After a tool's answer, what TRL would cut off is not sampled and needs no KV."""
+        """The sampling parameters of each prompt. After a tool's answer, tokens that TRL would cut off are not sampled."""
         trainer, params = self._trainer, sampling_params(self._trainer)
         longest = params.max_tokens
         assert longest is not None  # ``from_generation_config`` gives one
@@ -287,10 +287,10 @@ class _EngineBackend:
 
 
 class _TokenListBackend(_EngineBackend):
-    """GRPO, RLOO, Distillation, SDFT and SDPO: they want the interface of TRL's ``VLLMGeneration``."""
+    """For GRPO, RLOO, Distillation, SDFT and SDPO, which use the interface of TRL's ``VLLMGeneration``."""
 
     def seam(self) -> list[tuple[Any, str, Any]]:
-        # In this mode the tool loop asks the backend, and not the model's config, what a tool's answer has to fit in.
+        # In this mode the tool loop asks the backend, and not the model's config, how long sequences may be.
         seam = [*super().seam(), (self._trainer, "vllm_mode", "colocate")]
         if hasattr(self._trainer, "_generate"):  # not every kind has turns
             seam.append((self._trainer, "_generate", self.all_turns(self._trainer._generate)))
@@ -328,20 +328,20 @@ class _TokenListBackend(_EngineBackend):
 
 
 class _DistillingBackend(_TokenListBackend):
-    """GOLD and IWOPD: the same interface, asked for weights every ``vllm_sync_frequency`` steps."""
+    """For GOLD and IWOPD: the same interface, with a sync every ``vllm_sync_frequency`` steps."""
 
     last_sync = "_last_vllm_sync_step"
 
     def seam(self) -> list[tuple[Any, str, Any]]:
-        # At every step: older weights are not there any more, nor would they save anything.
+        # Sync at every step: the engine has no older weights, and they would save nothing.
         return [*super().seam(), (self._trainer, "vllm_sync_frequency", 1)]
 
 
 class _PairBackend(_EngineBackend):
-    """OnlineDPO: it asks a method of its own for two completions of each prompt, as padded tensors."""
+    """For OnlineDPO, which calls a method of its own for two completions of each prompt, as padded tensors."""
 
     def seam(self) -> list[tuple[Any, str, Any]]:
-        # Not ``_generate_vllm``, which it calls where its arguments say ``use_vllm``: they are saved in its checkpoints.
+        # Not ``_generate_vllm``: for that its arguments would have to say ``use_vllm``, and they are saved in checkpoints.
         return [*super().seam(), (self._trainer, "_generate", self.generate)]
 
     def generate(
@@ -372,7 +372,7 @@ class _PairBackend(_EngineBackend):
         return in_blocks if check_version() < (1, 16) else (*in_blocks, None)
 
 
-# By name, as importing what is experimental in TRL warns, and may fail in a version that has moved it.
+# By name: importing experimental parts of TRL warns, and may fail in a version that has moved them.
 _BACKENDS: dict[str, type[_EngineBackend]] = {
     "GRPOTrainer": _TokenListBackend,
     "RLOOTrainer": _TokenListBackend,

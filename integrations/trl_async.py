@@ -35,21 +35,21 @@ from stoker.rollout import EngineConfig, RolloutEngine
 from stoker.weight_sync.naming import unwrap
 from stoker.weight_sync.peft_adapters import active_adapters
 
-check_version("asynchronous GRPO")  # or the next line would fail with less to say
+check_version("asynchronous GRPO")  # or the next line would fail without saying why
 from trl.experimental import async_grpo  # noqa: E402
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker  # noqa: E402
 
 from stoker.integrations.trl_async_loop import EngineLoop  # noqa: E402
 
 _log = logging.getLogger("stoker")
-_STOP_S = 30.0  # for a reward function or a tool that runs
+_STOP_S = 30.0  # to wait for a reward function or tool that is running
 
 
 class AsyncGRPOTrainer(async_grpo.AsyncGRPOTrainer):  # type: ignore[misc]
-    """TRL's ``AsyncGRPOTrainer`` with an engine on its own model in place of a server. It takes what that one takes, and
+    """TRL's ``AsyncGRPOTrainer`` with an engine on its own model in place of a server. It takes the same arguments, and these:
 
     engine_config: the engine's settings; by default its seed is ``args.seed``. recompute: compute the KV of completions
-    under way again after each optimizer step, instead of going on with what older weights left.
+    under way again after each optimizer step, instead of continuing with that of older weights.
 
     ``trainer.rollouts`` are the ``AsyncRollouts``, with the engine; ``trainer.rollouts.detach()`` closes it. Raises a
     ``StokerError`` as ``AsyncRollouts.attach`` does, ``InvalidConfigError`` also where a rollout worker is given.
@@ -75,12 +75,12 @@ class AsyncGRPOTrainer(async_grpo.AsyncGRPOTrainer):  # type: ignore[misc]
 
 
 class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
-    """What ``AsyncGRPOTrainer`` takes as ``rollout_worker`` and as ``weight_transfer``, in one.
+    """Both the ``rollout_worker`` and the ``weight_transfer`` of an ``AsyncGRPOTrainer``.
 
-    Of TRL's own worker, which starts a process, it takes nothing but the name: for a worker of that name the trainer
-    keeps the prompt it has come to in its checkpoints, in ``_loop_kwargs``, and goes on there.
+    It uses nothing of TRL's own worker, which starts a process. It derives from that class because for such a worker the
+    trainer saves its place among the prompts in checkpoints, by ``_loop_kwargs``, and goes on there.
 
-    reward_funcs, tools, environment_factory: as given to the trainer, which keeps none of them. config and recompute: as
+    reward_funcs, tools, environment_factory: as given to the trainer, which does not keep them. config and recompute: as
     ``AsyncGRPOTrainer`` takes them.
     """
 
@@ -136,7 +136,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
             raise InvalidConfigError(
                 "the trainer shards its model, and a process that generates by itself needs it whole: use DDP, or GRPOTrainer"
             )
-        check_sampling(trainer)  # or a setting that cannot be would show when training begins
+        check_sampling(trainer)  # or an invalid setting would show only when training begins
         args = trainer.args
         if main:
             self.engine = RolloutEngine(
@@ -152,7 +152,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
                 self.rollout_buffer.maxsize = args.queue_maxsize
                 self._callback = _AroundOptimizerSteps(self, self.engine, self._recompute)
                 trainer.add_callback(self._callback)
-            # TRL's own would merge an adapter into weights that the engine is reading, and send all of them nowhere.
+            # TRL's own method would merge adapters into weights that the engine is reading.
             trainer._sync_weight_merged = self._count_version
             return self.engine
         except BaseException:  # an interrupt, say
@@ -169,7 +169,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
     @uninterrupted()
     def _leave(self) -> None:
         vars(self._trainer).pop("_sync_weight_merged", None)
-        if self._gave_budget:  # another engine's length may be another one
+        if self._gave_budget:  # another engine may have another length
             self._trainer.args.token_budget, self._gave_budget = None, False
         if self._callback is not None:
             remove_callback(self._trainer, self._callback)
@@ -190,18 +190,18 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         """Produce rollouts in a thread. Called by the trainer when training begins."""
         if self._loop is not None or self.engine is None:
             return
-        self._end_thread()  # where the run before this one could not
+        self._end_thread()  # if the last run could not end it
         self._forget()
-        self.engine.update_weights()  # which may come from a checkpoint
+        self.engine.update_weights()  # they may come from a checkpoint
         self._heartbeat.value = time.time()
         loop = _loop(self, self._trainer, self.engine)
-        with uninterrupted():  # a thread that is there without being begun, or a loop without one, nothing could end
+        with uninterrupted():  # or nothing could end a thread that was not started, or a loop without a thread
             self._loop = loop
             self._thread = threading.Thread(target=loop.run, name="stoker-async-rollouts", daemon=True)
             self._thread.start()
 
     def _forget(self) -> None:
-        """Drop what an earlier run left: samples of its weights, its metrics, its error, the prompts it had trained on."""
+        """Drop what an earlier run left: samples, metrics, an error, the prompts it trained on."""
         for left in (self.rollout_buffer, self.metrics_queue, self._failures):
             while not left.empty():
                 left.get_nowait()
@@ -212,7 +212,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
     def stop(self) -> None:
         """End the thread; completions under way are dropped.
 
-        Called by the trainer when training ends, however it does: what comes of that is not lost for a tool that takes long.
+        Called by the trainer when training ends in any way, so it raises nothing if a tool takes long.
         """
         try:
             self._end_thread()
@@ -220,17 +220,17 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
             _log.warning("%s: it goes on by itself, and the next run waits for it", slow)
 
     def _end_thread(self) -> None:
-        """Raise ``EngineStateError`` where a function of the user's holds it for ``_STOP_S``."""
+        """Raise ``EngineStateError`` where a user's function keeps it busy for ``_STOP_S``."""
         if self._thread is None:
             return
         if self._loop is not None:
-            with uninterrupted():  # a loop that is still there would be taken for one that runs
+            with uninterrupted():  # or ``start`` would take the loop for one that runs
                 self._loop.request_stop()
                 self._loop = None
         end = time.monotonic() + _STOP_S
-        while self.engine is not None and self.engine.is_paused:  # an optimizer step that failed
-            self.engine.pause("abort")  # and may have left weights that nothing can run on
-            self._thread.join(0.1)  # it may still ask for more
+        while self.engine is not None and self.engine.is_paused:  # since an optimizer step failed
+            self.engine.pause("abort")  # nothing may run on the weights it has left
+            self._thread.join(0.1)  # the thread may still submit requests
             if not self._thread.is_alive() or time.monotonic() > end:
                 self.engine.pause("abort")
                 self.engine.resume()
@@ -247,16 +247,16 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
 
     @property
     def check_health(self) -> Callable[[float], None]:
-        """Called with seconds, while the trainer waits for samples; see ``_check_health``.
+        """Called with seconds, while the trainer waits for samples: ``_check_health``.
 
-        Raises ``EngineStateError`` before ``attach``: the trainer takes hold of it before it looks for a server.
+        Raises ``EngineStateError`` before ``attach``. (The trainer reads this attribute before it looks for a server.)
         """
         if self._trainer is None:
             raise EngineStateError("the rollouts have no engine: call attach(trainer) before trainer.train()")
         return self._check_health
 
     def _check_health(self, stale_after_s: float) -> None:
-        """Raise ``EngineStateError`` with the cause where the thread has failed or stood still for so long."""
+        """Raise ``EngineStateError`` with the cause, if the thread has failed, or shown no sign of life for so long."""
         if self._failed.is_set():
             try:
                 name, message, trace = self._failures.get_nowait()
@@ -305,7 +305,7 @@ def _loop(rollouts: AsyncRollouts, trainer: Any, engine: RolloutEngine) -> Engin
     return EngineLoop(
         engine,
         sampling_params(trainer),
-        # Neither what an earlier run drew nor, after a checkpoint, what its own run has drawn before.
+        # So that it samples neither what an earlier run did nor, after a checkpoint, what this one did before.
         f"{engine.config.seed}:{next(rollouts._runs)}:{trainer.state.global_step}",
         "+".join(active_adapters(unwrap(live_model(trainer)))) or None,
         model_name="",

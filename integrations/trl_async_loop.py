@@ -1,4 +1,4 @@
-"""TRL's loop of asynchronous rollouts for one run, in a thread of its own, with the engine in place of TRL's server."""
+"""TRL's loop of asynchronous rollouts for one run of a trainer, with the engine in place of TRL's server."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class EngineLoop(_AsyncRolloutLoop):  # type: ignore[misc]
         self._seeds = Random(seed)
         self._policy = policy
         self._steps = AsyncSteps(engine)
-        self._tool_pool = DaemonExecutor("stoker-user-functions")
-        self._loop.set_default_executor(self._tool_pool)  # which reward functions run in
+        self._tool_pool = DaemonExecutor()
+        self._loop.set_default_executor(self._tool_pool)  # reward functions run in it
 
     def run(self) -> None:
         try:
             super().run()
-        except BaseException:  # which was put where check_health finds it
-            self._steps.close()  # ``sys.exit`` in a reward function leaves the event loop's tasks where they were
+        except BaseException:  # TRL has put it where ``check_health`` finds it
+            self._steps.close()  # after ``sys.exit`` in a reward function, the event loop's tasks would just stop
 
     def request_stop(self) -> None:
         try:
@@ -63,24 +63,24 @@ class EngineLoop(_AsyncRolloutLoop):  # type: ignore[misc]
     async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
         while True:
             params = replace(self._params, seed=self._seeds.getrandbits(62))
-            # Not what the model would run now: the trainer's thread may have the adapter off, for a reference's forward.
+            # The policy's adapter, and not LIVE: the trainer may have it switched off right now, for a reference's forward.
             output = await self._steps.result(self._engine.submit(prompt_ids, params, adapter=self._policy))
             if output.error is not None:
                 raise RequestFailedError(str(output.error)) from self._steps.failure
             (completion,) = output.completions
-            if completion.finish_reason != "abort":  # by a pause of the user's: no completion, and nothing to train on
+            if completion.finish_reason != "abort":  # a user's pause("abort") gives no completion to train on
                 return completion.token_ids, completion.logprobs
 
 
 async def _to_its_end(loop: Awaitable[None]) -> None:
-    """A loop that is cancelled from within has failed: a group of tasks would go on without it, and nothing would come any more.
+    """Run a loop; if it is cancelled from within, raise an error, or the group of tasks would go on without it.
 
-    ``CancelledError`` comes out of a future that was cancelled, also of one in a thread that a tool waits in.
+    Such a ``CancelledError`` comes from a future that was cancelled, for example one that a tool waits for.
     """
     try:
         await loop
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
-        if task is not None and task.cancelling():  # from without, at the end
+        if task is not None and task.cancelling():  # from outside, at the end
             raise
         raise RequestFailedError("a tool, an environment or a reward function raised CancelledError") from error

@@ -1,4 +1,4 @@
-"""The callback by which a backend hears of a trainer's run."""
+"""The callback that tells a backend when a trainer's run begins and ends."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from transformers import TrainerCallback
 
 
 def remove_callback(trainer: Any, callback: TrainerCallback) -> None:
-    """Remove a callback, from a new list: where a callback does so, its caller goes on over the old one and leaves none out."""
+    """Remove a callback. Makes a new list, so that a loop over the old one, from which this may be called, skips none."""
     handler = trainer.callback_handler
     handler.callbacks = [other for other in handler.callbacks if other is not callback]
 
 
 class Listener(TrainerCallback):  # type: ignore[misc]
-    """Tells a backend where a run begins and ends, and where an evaluation has."""
+    """Tells a backend when a run begins and ends, and when an evaluation has ended."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend

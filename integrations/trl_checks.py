@@ -1,4 +1,4 @@
-"""Whether an engine can generate for one of TRL's trainers."""
+"""Checks whether an engine can generate for a trainer of TRL, and says what to do if not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stoker.kernels.errors import InvalidConfigError, UnsupportedModelError
 from stoker.rollout import SamplingParams
 
 _OLDEST, _TOO_NEW = {"attach": (1, 10), "asynchronous GRPO": (1, 16)}, (2,)
-# Those that generate where nothing can take their place, and what to do.
+# Trainers that call ``generate`` in a way that cannot be replaced, and what to do instead.
 _REFUSED = {
     "AsyncGRPOTrainer": "takes its engine when it is built: use stoker.integrations.trl_async.AsyncGRPOTrainer",
     "AsyncDistillationTrainer": "wants a vLLM server of its own protocol: use DistillationTrainer",
@@ -28,7 +28,7 @@ _REFUSED = {
 
 
 def check_version(what: str = "attach") -> tuple[int, ...]:
-    """TRL's, as (major, minor, ...). Raises ``InvalidConfigError`` where it is not there, or another than ``what`` works with."""
+    """TRL's version, (major, minor, ...). Raises ``InvalidConfigError`` where ``what`` does not work with it, or TRL is missing."""
     try:
         found = version("trl")
     except PackageNotFoundError:
@@ -41,7 +41,7 @@ def check_version(what: str = "attach") -> tuple[int, ...]:
 
 
 def kinds_of(trainer: Any) -> list[str]:
-    """Names of TRL's classes that a trainer is of, the nearest first."""
+    """Names of a trainer's classes that are TRL's, the most derived first."""
     return [c.__name__ for c in type(trainer).__mro__ if c.__module__.partition(".")[0] == "trl"]
 
 
@@ -63,12 +63,12 @@ def check_trainer(trainer: Any, known: Collection[str]) -> str:
             "use_transformers_continuous_batching=False, and without use_transformers_paged, which sets it"
         )
     if kind == "GOLDTrainer" and trainer._is_vision_dataset:
-        # It would make text of them, and of that a turn of the template's: with an ending more than was sampled.
+        # It would turn the tokens into text, and that by the template into a turn with an ending that was not sampled.
         raise UnsupportedModelError(
             "the prompts carry images, with which a GOLDTrainer does not train on the tokens that an engine sampled: use "
             "DistillationTrainer, or train without the engine"
         )
-    # TRL checks this where it is built with vLLM. Others than GRPO have no such loss.
+    # TRL checks this only if it is built with vLLM. Only GRPO has this loss.
     vespo = getattr(trainer, "loss_type", None) == "vespo" and trainer.vllm_importance_sampling_correction
     if vespo and trainer.vllm_importance_sampling_mode not in ("token_truncate", "token_mask"):
         raise InvalidConfigError(
@@ -81,7 +81,7 @@ def check_trainer(trainer: Any, known: Collection[str]) -> str:
 
 
 def check_sampling(trainer: Any) -> SamplingParams:
-    """A trainer's sampling parameters. Raises a ``StokerError`` where there are none, or its forward has none for what they sample."""
+    """A trainer's sampling parameters. Raises a ``StokerError`` where they are invalid, or its forward cannot follow them."""
     if getattr(trainer.args, "temperature", None) == 0:
         # Some kinds would fail in their first step, and the others train on NaN.
         greedy = (

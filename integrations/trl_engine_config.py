@@ -1,4 +1,4 @@
-"""The device and dtype of an engine whose model FSDP or DeepSpeed is going to take over when training begins."""
+"""The device and dtype of an engine over a model that FSDP or DeepSpeed will move or cast when training begins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve_auto(trainer: Any, model: nn.Module, config: EngineConfig) -> EngineConfig:
-    """The config with "auto" replaced by the device and dtype that the model will have, where those it has now are others.
+    """The config with "auto" replaced by the device and dtype that the model will have, if they are not those it has now.
 
     Under FSDP and DeepSpeed transformers' Trainer leaves a model on the host until it trains. DeepSpeed then casts it;
     accelerate's FSDP makes its parameters fp32 under mixed precision, while the forward goes on in the dtype they had.

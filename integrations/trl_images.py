@@ -1,4 +1,4 @@
-"""Makes prompts of the token ids and images that TRL hands over side by side."""
+"""Makes prompts from token ids and images, which TRL hands over separately."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _BY_TOKEN = ("mm_token_type_ids", "token_type_ids")
 def with_images(processor: Any, prompts: Sequence[list[int]], images: Sequence[Any] | None) -> list[Any]:
     """Each prompt as its ids, or as ids and what ``processor`` makes of its images.
 
-    images: of each prompt the list of those that its ids have placeholders for, or None. Neighbours with equal images, as
-    TRL's are that repeats a prompt for each of its samples, share what was made of them; equal prompts are one.
+    images: for each prompt, the list of images that its ids have placeholders for, or None. Neighbours with equal images share
+    what was made of them, and equal neighbours are one object: TRL repeats a prompt for each of its samples.
 
     Raises ``UnsupportedModelError`` where the trainer has no processor.
     """
@@ -44,7 +44,7 @@ def with_images(processor: Any, prompts: Sequence[list[int]], images: Sequence[A
 def _process(processor: Any, images: list[Any]) -> tuple[dict[str, Tensor], dict[str, dict[int, int]]]:
     """What a model's forward takes for images, and the types of the tokens that stand for them.
 
-    Made with a text of placeholders alone: so every processor does for images what it does for them in a prompt.
+    The processor gets a text of placeholders only; it does the same with images as in any prompt.
     """
     placeholder = getattr(processor, "image_token", None)
     if placeholder is None:
@@ -64,7 +64,7 @@ def _process(processor: Any, images: list[Any]) -> tuple[dict[str, Tensor], dict
 
 
 def _same(images: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether images are equal to the pixel: a dataset gives another object for each repetition. False where nobody can tell."""
+    """Whether images have equal pixels: datasets give a new object for each repetition. False where that cannot be told."""
     return len(images) == len(others) and all(
         one is other or (one == other) is True for one, other in zip(images, others, strict=True)
     )

@@ -1,4 +1,4 @@
-"""How long rollouts take and how many tokens they have, for a TRL trainer's own metrics."""
+"""Measures how long rollouts take and how many tokens they have, and adds that to a TRL trainer's metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 class RolloutMetrics:
     """Seconds and tokens of the rollout under way.
 
-    Threads of a ``rollout_func`` may generate at the same time: a second in which several do is one.
+    Threads of a ``rollout_func`` may generate at the same time: a second in which several do counts once.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class RolloutMetrics:
     def _taken(self) -> tuple[float, int]:
         """(seconds, tokens) so far; both begin at zero again."""
         with self._lock:
-            if self._under_way:  # in a thread that was not waited for: what follows is the next rollout's
+            if self._under_way:  # in a thread that nobody waited for: the rest counts for the next rollout
                 now = time.perf_counter()
                 self._seconds, self._begun = self._seconds + now - self._begun, now
             taken = self._seconds, self._tokens

@@ -12,12 +12,12 @@ from stoker.rollout import SamplingParams
 from stoker.rollout.constraints import ConstraintMaker
 from stoker.rollout.user_values import as_ids
 
-# Keys of ``args.generation_kwargs``: transformers' names, the other spelling of three of them, and three it lacks.
+# Keys of ``args.generation_kwargs``: transformers' names, other names for three of them, and three that it lacks.
 _TRANSLATED = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
 _TRANSLATED |= {"max_new_tokens", "min_new_tokens", "stop_strings", "suppress_tokens", "sequence_bias"}
 _ALSO_CALLED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "stop": "stop_strings"}
 _OURS = {"presence_penalty", "frequency_penalty", "logit_bias"}
-# Of a model's own generation config: what a trainer always says itself, and what does not change what is sampled.
+# Not taken from a model's own generation config: what a trainer always sets itself, and what does not change sampling.
 _NOT_THE_MODELS = {"do_sample", "top_k", "max_new_tokens", "max_length", "eos_token_id", "num_return_sequences"}
 _NOT_THE_MODELS |= {"output_attentions", "output_hidden_states", "output_scores", "output_logits"}
 _WITHOUT_EFFECT = {"pad_token_id", "bos_token_id", "use_cache", "cache_implementation", "disable_compile"}
@@ -29,7 +29,7 @@ def live_model(trainer: Any) -> Any:
 
 
 def tokenizer_of(trainer: Any) -> Any:
-    processor = trainer.processing_class  # which not every kind keeps apart
+    processor = trainer.processing_class  # not every kind has ``_tokenizer``
     return getattr(trainer, "_tokenizer", getattr(processor, "tokenizer", processor))
 
 
@@ -46,8 +46,8 @@ def _eos_ids(trainer: Any) -> list[int]:
 def sampling_params(trainer: Any) -> SamplingParams:
     """The trainer's sampling settings as they are now, ``args.generation_kwargs`` on top.
 
-    What they leave open the model's own generation config says, as it does where the trainer generates. A completion ends at
-    the trainer's EOS ids and at no other: TRL takes an ending in any other token for a truncation.
+    What they leave open comes from the model's own generation config, as when the trainer generates. A completion ends only at
+    the trainer's EOS ids: TRL takes an ending in any other token for a truncation.
     """
     settings: dict[str, Any] = {"do_sample": True}
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
@@ -81,8 +81,8 @@ def sampling_params(trainer: Any) -> SamplingParams:
         **ours,
     )
     if params.temperature == 0 and of_the_forward not in (None, 0, 1):
-        # The likeliest token again, with its log-probability at the temperature of the trainer's forward: at that of
-        # greedy decoding, which is 1, the importance ratios would be off, and whole completions dropped.
+        # Greedy decoding, with log-probabilities at the temperature of the trainer's forward: at 1, as greedy decoding has
+        # them, importance ratios would be wrong, and whole completions dropped.
         params = replace(params, temperature=of_the_forward, top_k=1, top_p=1.0, min_p=0.0)
     return params
 
@@ -113,9 +113,9 @@ def check_pattern(trainer: Any, params: SamplingParams) -> None:
 
 
 def _placeholders(trainer: Any) -> list[int]:
-    """What stands for an image, which nobody is to sample: in the trainer's forward it would stand for one too many.
+    """Tokens that must not be sampled, as they stand for images: the trainer's forward would look for another image.
 
-    Where TRL says so itself its list takes the place of the model's, and where it does not the model's holds too.
+    Where TRL has such a list itself, it replaces the model's; else the model's list counts too.
     """
     model = live_model(trainer)
     placeholder: int | None = getattr(model.config, "image_token_id", None)
@@ -128,5 +128,5 @@ def _placeholders(trainer: Any) -> list[int]:
 
 
 def _setting(trainer: Any, name: str) -> Any:
-    # Kinds differ in which settings they copy from their arguments; a copy is what their own generation reads.
+    # Some kinds copy some settings from their arguments; then their own generation reads the copy.
     return getattr(trainer, name) if hasattr(trainer, name) else getattr(trainer.args, name)

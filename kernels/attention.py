@@ -1,20 +1,22 @@
-"""Paged attention in Triton: split decode rows, units of rows that share a beginning, and tiles of prefill chunks.
+"""Paged attention in Triton: its launches for decode rows and for chunks of prompts.
 
-Decode is bound by memory. A row of c keys costs ``c * kv_heads * (key_dim + value_dim) * itemsize`` bytes a layer, which
-on an H200 (4.3 TB/s) is 0.5 us for 1,000 keys of Llama-3.2-1B, and only that and what splits leave for the merge should
-move. So the query heads of a key head are rows of one tile and each key is read once; programs that work on neighbouring
-key heads run together, since those lie side by side; a few programs an SM keep about 100 KiB of loads in flight, more
-than latency times bandwidth asks for (about 25 KiB an SM); and keys read once for a unit of rows count once.
+Decode is bound by memory. A row of c keys costs ``c * kv_heads * (key_dim + value_dim) * itemsize`` bytes a layer: on an
+H200 (4.3 TB/s) 0.5 us for 1,000 keys of Llama-3.2-1B. Little else should move:
 
-Pieces of a row are folded one after the other, in an order that follows from its length alone. Where there are rows enough,
-one program reads all of a row's splits and folds them in registers. Else what it reads is left in an fp32 workspace, that mostly
-stays in L2, and the last to arrive folds, with the same bits: a kernel less a layer than a second pass. It costs each program
-that is one of several some 2 us (by hand on an H200: 6.0 for 3.9 us at one row of 512 keys, 103
-for 72 at 256 such rows), most of them for the word that its stores have arrived.
+- The query heads of a key head are rows of one tile, so each key is read once.
+- Programs for neighbouring key heads run together, since those lie side by side in memory.
+- A few programs on each SM keep about 100 KiB of loads in flight; latency times bandwidth asks for about 25 KiB.
+- Rows that share their first keys (samples of one prompt) form a unit, which reads those keys once.
+
+A row is cut into splits, which are merged one after the other, in an order that follows from its length alone. With enough
+rows, one program reads all splits of a row and merges them in registers. Otherwise each split's result goes to an fp32
+workspace, which mostly stays in L2, and the last program to arrive merges them, with the same bits. That saves a second
+kernel for each layer, and costs each such program some 2 us (by hand on an H200: 6.0 for 3.9 us at one row of 512 keys, 103
+for 72 at 256 such rows), mostly the wait until its stores have arrived.
 
 Prefill is bound by arithmetic: tiles of queries and heads walk their row's keys as in "FlashAttention-2" (Dao, 2023).
-Exponentials are of base two, with log2(e) in the scale. Keys and values come in 16-byte pieces along the head, gathered
-through the block table, of which a token's entry is read once and serves its key and its value.
+Exponentials are of base two, with log2(e) in the scale. Keys and values are gathered through the block table in 16-byte
+pieces along the head. A token's entry of the table is read once, for its key and its value.
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ def attend(
     sinks: Tensor | None = None,
     with_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """``paged_attention``, and the log-sum-exp of each query's scores, fp32 [T, Hq], sinks not among them.
+    """``paged_attention``, and the log-sum-exp of each query's scores without sinks, fp32 [T, Hq].
 
     A value cache that is the beginning of the key cache (the latent form of DeepSeek) is read once. Padded tokens of a
     batch with chunks get zeros.
@@ -112,7 +114,7 @@ def attend(
 
 
 class _Launch:
-    """One layer's arguments, as the kernels of all pieces of a step take them."""
+    """One layer's arguments, as all attention kernels of a step take them."""
 
     def __init__(
         self,
@@ -172,7 +174,7 @@ class _Launch:
         return launch_config(queries, self.shape, *device, prefill=prefill)
 
     def decode(self, lanes: Lanes, out: Tensor, lse: Tensor | None) -> None:
-        """Launch decode rows: first what units share, then each row's own pieces, the last of which to be done merges them all."""
+        """Launch decode rows: first the keys that units share, then each row's own splits, the last of which merges them all."""
         shares = lanes.shares(self.visibility)
         if shares:
             self._decode(lanes, out, lse, shares, prefix=True)

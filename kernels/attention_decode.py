@@ -1,4 +1,4 @@
-"""The Triton kernel of decode rows' attention, of which a list says what there is to do.
+"""The Triton kernel of decode rows' attention. It takes its work from the list that ``attention_plan`` makes.
 
 Arguments named after a tensor and one of its dimensions (``key_block``) are its strides. Addresses are 64 bits wide.
 """

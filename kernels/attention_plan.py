@@ -1,13 +1,13 @@
-"""Which pieces of which rows a step's attention works on, decided on the device.
+"""Divides a step's attention into pieces of work. For decode rows this happens on the device.
 
-A decode row's keys are cut into splits whose borders follow from its length (and the layer's visibility) alone, so the
-numbers it gets do not depend on its neighbours. Small kernels write the splits of all rows into a work list, from which
-a grid of fixed size takes its work: a captured step serves every length. Lists and partial results belong to the static
-block table they were made for, and stay where they are until its owner clears the workspace they are in.
+A decode row's keys are cut into splits. Their borders follow from the row's length (and the layer's visibility) alone, so
+its result does not depend on its neighbours. Small kernels write the splits of all rows into a work list, from which a
+grid of fixed size takes its work: a captured step serves every length. Lists and partial results belong to the static
+block table they were made for, and stay where they are until its owner clears their workspace.
 
 Neighbouring rows whose tables begin alike (samples of one prompt) form a unit. The keys they share are read once for
-all of them and merged with the rest by log-sum-exp ("Hydragen", Juravsky et al., 2024). Units are found on the device
-too, once a plan, since the blocks a row begins with do not change while it decodes.
+all of them, and merged with the rest by log-sum-exp ("Hydragen", Juravsky et al., 2024). Units, too, are found on the
+device, once for each plan: the blocks a row begins with do not change while it decodes.
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ ListKey = tuple[Visibility, int, int]  # what a layer's queries see, and the arg
 
 @dataclass(slots=True)
 class WorkList:
-    """items: int32 [2, capacity], runs of rows' own splits, and splits of shared beginnings; counts: int32 [3], how many there
-    are, and the keys that are a program's share."""
+    """What the programs of a launch work on.
+
+    items: int32 [2, capacity], runs of rows' own splits, and splits of shared beginnings. counts: int32 [3], how many of
+    each there are, and how many keys are a program's share.
+    """
 
     items: Tensor
     counts: Tensor
-    used: bool = False  # since it was written: then the launch before this one has written something else
+    used: bool = False  # since it was written. If so, the launch before this one did not write it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +68,9 @@ class Buffers:
         return WorkList(items, torch.zeros(3, dtype=torch.int32, device=self.common.device))
 
     def partials(self, heads: int, value_dim: int) -> tuple[Tensor, Tensor]:
-        """Where pieces are left: fp32 [rows, max_parts, heads, value_dim], and their largest scores and sums of exponentials, 2.
+        """Where splits leave their sums, fp32 [rows, max_parts, heads, value_dim], and their largest score and normaliser, 2.
 
-        All layers of that shape share it; its size is that of ``workspace_bytes``.
+        All layers of that shape share them. ``workspace_bytes`` says how large they are.
         """
         if (heads, value_dim) not in self._partials:
             size = (self.rows, self.max_parts, heads)
@@ -79,7 +82,7 @@ class Buffers:
         return self._partials[heads, value_dim]
 
     def arrived(self, tiles: int) -> Tensor:
-        """int32 [rows, tiles], pieces of a row's tile that are done; whoever completes it sets it to zero again."""
+        """int32 [rows, tiles]: how many pieces of a row's tile are done. Whoever completes the tile sets it to zero again."""
         if tiles not in self._arrived:
             self._arrived[tiles] = torch.zeros(self.rows, tiles, dtype=torch.int32, device=self.common.device)
         return self._arrived[tiles]
@@ -101,12 +104,18 @@ class Lanes:
     lists: dict[ListKey, WorkList]
 
     def shares(self, visibility: Visibility) -> bool:
-        """What a window hides of a shared beginning differs from row to row, so such layers read each row alone."""
+        """Whether shared beginnings are read once.
+
+        Not in layers with a window, which hides a different part of a beginning from each row.
+        """
         return self.shared and visibility == PLAIN
 
     def work_list(self, visibility: Visibility, width: int = 1, programs: int = 0) -> WorkList:
-        """width: how many programs work on a key, as they have other heads of it; programs: of the launch that takes its work from
-        the list, if they can read several splits in a row, else 0."""
+        """The list for layers with this visibility.
+
+        width: how many programs work on the same key, for different heads. programs: of the launch that takes its work from
+        the list, if its programs can read several splits in a row; otherwise 0.
+        """
         key = visibility, width, programs
         if key not in self.lists:
             self.lists[key] = self.buffers.new_list()
@@ -144,7 +153,7 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Rows with several queries. spans: whether some of these see keys after their own; local: with a window alone."""
+    """Rows with several queries. spans: whether some of these see keys after their own; local: only in layers with a window."""
 
     segments: tuple[Segment, ...]
     spans: bool
@@ -156,9 +165,9 @@ class Chunks:
         return self.spans and not (self.local and visibility.window is None)
 
     def tiles(self, queries: int, spans: bool) -> Tensor:
-        """int32 [n, 4], pieces of at most so many queries: row, first token, queries, position of the first.
+        """int32 [n, 4], tiles of at most so many queries: row, first token, queries, position of the first.
 
-        With spans [n, 5]: the end of the keys that all of them see, 0 where there is none.
+        With spans [n, 5]: the end of the keys that all of a tile's queries see, 0 where there is none.
         """
         if (queries, spans) not in self._tiles:
             pieces = [
@@ -183,7 +192,7 @@ class AttentionPlan:
 
     @property
     def decode(self) -> bool:
-        """Whether every row has one query, so that no token is without a lane."""
+        """Whether every row has one query, so that all tokens have a lane."""
         return len(self.lanes) == 1 and self.lanes[0].tokens is None
 
     def next_step(self) -> None:
@@ -193,7 +202,7 @@ class AttentionPlan:
 
 
 def _max_parts(rows: int, columns: int, block_size: int) -> int:
-    """The most pieces of one row: of its own keys and of those it shares, if there is a row to share with."""
+    """The most pieces of one row: splits of its own keys, and those of shared keys if there is a row to share them with."""
     splits = min(-(-columns * block_size // 128), _MAX_SPLITS) + 1
     return splits if rows == 1 else 2 * splits
 
@@ -230,16 +239,17 @@ def plan_attention(
     workspace: dict[str, Any] | None = None,
     window_tables: Tensor | None = None,
 ) -> AttentionPlan:
-    """As the reference's. Where every row has one query, only device tensors are read, and plans of the same static
-    buffers, workspace, number of rows and ``shared`` are the same tensors: a step captured with one of them serves them all.
+    """As the reference's.
+
+    Where every row has one query, only device tensors are read, and plans of the same static buffers, workspace, number of
+    rows and ``shared`` are the same tensors: a step captured with one of them serves them all.
 
     deterministic: a query's numbers depend on its own keys alone. Shared beginnings, which depend on the neighbours, are
-    left out, and each query of a chunk is worked on as the decode row it would have been: a prompt's keys are read
-    once a query, mostly from cache. Spans are no decode rows and always tiles, whose queries have no part in each other's
-    numbers.
+    not used, and each query of a chunk is worked on as the decode row it would have been: a prompt's keys are read once
+    for each query, mostly from cache. Spans are not decode rows but always tiles, whose queries do not affect each other.
 
-    window_tables: with the strides of ``block_tables``. workspace: belongs to one static table; no step that was captured
-    with it may run once it is cleared.
+    window_tables: with the strides of ``block_tables``. workspace: belongs to one static table. Once it is cleared, no step
+    that was captured with it may run.
     """
     workspace = {} if workspace is None else workspace
     tables = Tables(block_tables, block_tables if window_tables is None else window_tables)

@@ -1,7 +1,7 @@
 """What the attention kernels do with a tile of queries: load it, attend to a tile of keys, merge, store.
 
-Scores are of base two throughout: ``log2(e)`` is in the scale. Dimensions of a head that are no power of two come in two
-pieces where they are multiplied (a key of 80 as 64 and 16), so that little is multiplied by zeros; values are padded.
+Exponentials are of base two: ``log2(e)`` is in the scale. A key whose dimension is no power of two is multiplied in two
+pieces (80 as 64 and 16), which needs little padding; values are padded.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

@@ -1,7 +1,7 @@
 """The depthwise convolution along packed sequences, as a Triton kernel: tiles of one sequence's tokens by channels.
 
-No sum crosses programs or threads and none is fused with a product, so each number has the same bits however a sequence is
-cut into pieces, and among any others.
+No sum crosses programs or threads, and none is fused with a product. So each number has the same bits however its sequence
+is cut into pieces, and whatever else is in the batch.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -145,8 +145,9 @@ def causal_conv(
     activation: Literal["silu"] | None = None,
     gates: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """As the reference. x and gates: [T, C], each token's channels contiguous; weight: [C, K]; state: [N, K - 1, C], of which
-    each row is."""
+    """As the reference. x and gates: [T, C], each token's channels contiguous; weight: [C, K]; state: [N, K - 1, C], each
+    row contiguous.
+    """
     tokens, channels = x.shape
     decode, count = rows.longest == 1, rows.slots.shape[0]
     before, after = (x, x) if gates is None else gates

@@ -1,6 +1,6 @@
-"""Checksums of many tensors in one kernel: torch takes a dozen for each, and reads large ones at a part of memory speed.
+"""Checksums of many tensors in one kernel. Torch takes a dozen for each, and reads large ones below memory speed.
 
-The kernel can cast what it reads and write it elsewhere on the way, so that what is copied anyway is read once.
+The kernel can also cast what it reads and write it elsewhere, so that a copy and its checksum read the source once.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -177,8 +177,9 @@ def _jobs_of_piece(nbytes: int) -> int:
 
 @lru_cache(maxsize=8)  # weights seldom move
 def _plan(places: tuple[tuple[int, int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which tensor each program works on, int32 [programs]; and of each tensor address, bytes, first program, and where it
-    is written to, int64 [n, 4]."""
+    """Which tensor each program works on, int32 [programs], and for each tensor, int64 [n, 4]: address, bytes, first
+    program, and address that it is written to.
+    """
     counts = torch.tensor([_jobs(nbytes) for _, nbytes, _ in places], device="cpu")
     ends = counts.cumsum(0)
     address, nbytes, target = torch.tensor(places, device="cpu").unbind(1)
@@ -215,7 +216,7 @@ def prepare_checksums(tensors: Sequence[Tensor], targets: Sequence[Tensor] = ())
 
 
 def _plain(tensors: Sequence[Tensor]) -> Iterator[bool]:
-    """Whether each lies element after element, and begins with a word."""
+    """Whether each tensor is contiguous, and begins at the start of a word."""
     begins = (address % 8 == 0 for address in map(Tensor.data_ptr, tensors))
     return map(and_, map(Tensor.is_contiguous, tensors), begins)
 
@@ -226,7 +227,7 @@ def _made_plain(tensor: Tensor) -> Tensor:
 
 
 def _is_written(source: torch.dtype, target: torch.dtype, plain: bool) -> bool:
-    """Whether the kernel writes such tensors to such targets. plain: the latter."""
+    """Whether the kernel can write such tensors to such targets. plain: of the targets."""
     return plain and source in launch.TYPES and target in (torch.bfloat16, torch.float16)
 
 

@@ -1,7 +1,7 @@
-"""Rows that follow automata over tokens: two kernels beside those of sampling, so that the host has no part in a step.
+"""Two Triton kernels for rows whose tokens an automaton constrains, so that the host has no part in a step.
 
-Of a row's automaton ``constrain`` reads two bytes a token, the same for all rows and then in L2, and one state's row of the
-table: next to nothing beside the logits.
+``constrain`` reads two bytes for each token of the vocabulary, the same for all rows and so in L2, and one state's row of
+the table: next to nothing beside the logits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

@@ -1,11 +1,11 @@
-"""Paged attention on a CPU: what rows have in common is read once.
+"""Paged attention on a CPU: keys that several rows share are read once.
 
 Decode rows whose block tables begin alike (samples of one prompt, hits of one cached prefix) attend to the shared blocks
 together, their queries side by side, and each to the rest of its keys alone. The two parts are merged by their
-log-sum-exp, as in "Hydragen" (Juravsky et al., 2024). Whatever does not fit goes the way of the reference.
+log-sum-exp, as in "Hydragen" (Juravsky et al., 2024). All other rows are left to the reference.
 
-The steps of a decode window read the blocks once: what the first of them gathers is held, laid out as the products read
-it, and each step adds its newest key.
+The steps of a decode window gather the keys from their blocks once: the first step keeps them, laid out as the products
+read them, and each later step adds its newest key.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from stoker.kernels.reference.attention_plan import PLAIN, AttentionPlan, Visibi
 _LEAST_SAVED = 0.2  # of all keys: below it, two calls and a merge cost more than they save
 _MOST_PADDING = 1.5  # groups are padded to the largest; beyond this much they are not worth it
 _LEAST_BYTES = 4 * 2**20  # of a layer's keys and values: below it they are read so fast that finding groups costs more
-# So much, of all layers together, is gathered once a decode window, and each step adds its own; the rest at each step.
+# Up to so much, for all layers together, is gathered once a decode window, and each step adds its keys. What is beyond it is
+# gathered at each step.
 _HOLD_BYTES = 2**30
-# Torch's attention multiplies one small matrix after the other, which with several threads takes it a microsecond or two
-# each. Up to so many keys, by whether there are several, products of all at once are faster.
+# Torch's attention multiplies one small matrix after the other, at a microsecond or two each with several threads. Up to so many
+# keys, products of all at once are faster. By whether there are several threads.
 _FEW_KEYS = {False: 64, True: 256}
-# There are to be so many matrices, by whether they are more than vectors.
+# The fewest matrices for which that pays. By whether they are more than vectors.
 _LEAST_MATRICES = {False: 64, True: 8}
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """G groups of up to N rows with P shared blocks at most, and S blocks of each of the R rows' own."""
+    """Shared and own blocks of R rows: G groups of up to N rows, which share up to P blocks; S own blocks of each row."""
 
     members: Tensor  # int64 [G * N], rows of each group, padded with its first
     place: Tensor  # int64 [R], where a row stands in ``members``
@@ -61,7 +62,7 @@ class _Room:
         self._used = 0
 
     def take(self, sizes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor] | None:
-        """Tensors with anything in them; None where they do not all fit."""
+        """Tensors that are not initialised; None where they do not all fit."""
         taken, used = [], self._used
         for size in sizes:
             start = -(-used // 64) * 64
@@ -75,7 +76,7 @@ class _Room:
 
 @dataclass(slots=True)
 class _Held:
-    """Keys and values that a window has gathered, by part and layer. Nothing where there is no room."""
+    """Keys and values that a window has gathered, by part and layer; empty where there is no room for them."""
 
     room: _Room | None
     parts: dict[tuple[object, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -105,7 +106,7 @@ class _Held:
         caches: tuple[Tensor, Tensor],
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of R rows, [R, H, L, D] each, that of this step among them. Where a row has none, its first stands.
+        """Keys and values of R rows, [R, H, L, D] each, with those of this step. Where a row has none, its first are repeated.
 
         table: int64 [R, L / block]; last: int64 [R, 1], where each row's newest key is.
         """
@@ -164,7 +165,7 @@ def _places(table: Tensor, positions: Tensor, block_size: int, heads: int) -> Te
 
 
 def _in_products(query: Tensor, key: Tensor) -> bool:
-    """Whether plain products are the faster way. In 16 bits they would round the scores."""
+    """Whether plain products are faster. Not in 16 bits, where they would round the scores."""
     rows, heads, queries, _ = query.shape
     enough = rows * heads >= _LEAST_MATRICES[queries > 1]
     return enough and query.dtype == torch.float32 and key.shape[2] <= _FEW_KEYS[torch.get_num_threads() > 1]
@@ -222,9 +223,9 @@ def plan_attention(
     workspace: dict[str, Any] | None = None,
     window_tables: Tensor | None = None,
 ) -> CpuPlan:
-    """As the reference's, and with the rows' common beginnings found out, unless ``deterministic`` or not ``shared``.
+    """As the reference's, but finds the rows' common beginnings, unless ``deterministic`` or not ``shared``.
 
-    workspace: the next plan with the same one takes this one's memory, of up to 1 GiB.
+    workspace: the next plan with the same one reuses this one's memory, of up to 1 GiB.
     """
     plain = attention_plan.plan_attention(
         query_lens,

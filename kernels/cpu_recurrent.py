@@ -1,8 +1,8 @@
-"""The gated delta rule and Mamba-2's scan on a CPU: a prompt is a few products for each 64 tokens instead of some for each.
+"""The gated delta rule and Mamba-2's scan on a CPU: a few products for each 64 tokens of a prompt instead of for each one.
 
-Sequences go side by side, the longest first, so that those that still have tokens are always the first; decode steps among
-them go the way of the reference. Within a chunk exponents are sums of decays, whose differences are taken in fp64: in fp32
-those of neighbours would lose what the sum has grown to.
+Sequences run side by side, the longest first, so those that still have tokens are always the first ones. Decode steps
+among them are left to the reference. Within a chunk, exponents are differences of running sums of decays. They are taken
+in fp64: in fp32, small differences between large sums would lose their digits.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def _by_chunks(
     state: Tensor,
     rows: StateRows,
 ) -> Tensor:
-    """``out``, [T, ...] with 0 in it, filled. inputs: [T, H, ...].
+    """Fill ``out``, [T, ...], which is 0. inputs: [T, H, ...].
 
-    alone: results of some tokens, each a sequence; chunk: those of [A, H, size, ...] of each input, in fp32 and 0 beyond a
-    sequence's end, and of states [A, ...], which it changes.
+    alone: computes the results of some tokens, each a sequence by itself. chunk: computes those of [A, H, size, ...] of
+    each input, in fp32 and 0 beyond a sequence's end, and updates states, [A, ...].
     """
     lengths = rows.starts.diff().tolist()
     order = sorted((r for r, length in enumerate(lengths) if length > 1), key=lambda r: -lengths[r])
@@ -55,8 +55,11 @@ def _by_chunks(
 
 
 def _decays(decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """From logarithms, [A, H, size], what is left of each token's state at each later one, [A, H, size, size], of the state
-    before all of them at each, [A, H, size, 1], and of each token's at the end, [A, H, size, 1]."""
+    """What decay leaves, from its logarithms, [A, H, size].
+
+    Of each token's state at each later token, [A, H, size, size]; of the state before the chunk at each token,
+    [A, H, size, 1]; of each token's state at the chunk's end, [A, H, size, 1].
+    """
     total = decay.double().cumsum(-1)
     between = (total.unsqueeze(-1) - total.unsqueeze(-2)).float().tril_().exp_().tril_()
     return between, total.float().exp_().unsqueeze(-1), between[..., -1, :].unsqueeze(-1)
@@ -73,8 +76,11 @@ def gated_delta_rule(
     *,
     normalise: bool,
 ) -> Tensor:
-    """As the reference, to rounding. By the UT transform of "Parallelizing Linear Transformers with the Delta Rule" (Yang et
-    al., 2024): what a chunk's tokens change solves a triangular system."""
+    """As the reference, to rounding.
+
+    By the UT transform of "Parallelizing Linear Transformers with the Delta Rule" (Yang et al., 2024): what a chunk's
+    tokens change is the solution of a triangular system.
+    """
     if rows.longest == 1:
         return reference.gated_delta_rule(query, key, value, decay, beta, state, rows, normalise=normalise)
     inputs = query, key, value, decay, beta

@@ -1,4 +1,5 @@
-"""From one step of a decode window to the next, in one kernel: some twenty of torch's are a tenth of a small model's step."""
+"""What changes from one step of a decode window to the next, in one kernel. Some twenty of torch's would take a tenth of a
+small model's step."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations

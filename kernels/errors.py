@@ -1,4 +1,4 @@
-"""Errors a user can meet; here because both rooms of the second floor raise them. Messages name cause and remedy."""
+"""Errors a user can meet. They are here because both engine and weight_sync raise them. Messages name cause and remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class StokerError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's error, as long as a message has room for it."""
+    """The first line of another library's error, cut to what a message has room for."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 

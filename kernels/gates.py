@@ -1,4 +1,4 @@
-"""The gates of layers with recurrent states, as Triton kernels: each rounds where the reference does."""
+"""The gates of layers with recurrent states, as Triton kernels. They round where the reference does."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations

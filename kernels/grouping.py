@@ -1,6 +1,6 @@
-"""Rows in the order of their groups, as tokens of their experts or adapters, worked out on the device.
+"""Sorts rows by group, on the device: tokens by expert or by adapter.
 
-Nothing waits for the host, so the whole can be captured: there are as many programs as rows and groups can need at most.
+Nothing waits for the host, so it can be captured: there are as many programs as that many rows and groups can ever need.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -56,7 +56,7 @@ def group_of_tile(starts_ptr, groups, tile, GROUPS: tl.constexpr, BLOCK: tl.cons
 
 
 def order_by_group(ids: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Rows group by group, int32 [P], and where each group starts among them, int32 [groups + 1].
+    """The rows sorted by group, int32 [P], and where each group starts among them, int32 [groups + 1].
 
     ids: int64 [P], contiguous, the group of each row, from 0 to ``groups`` - 1.
     """
@@ -70,10 +70,10 @@ def order_by_group(ids: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def rows_per_tile(rows: int, groups: int) -> int:
-    """Height of a tile: about the rows a group has, so that few are empty and no weight is read twice."""
+    """Height of a tile: about as many rows as a group has, so that few places are empty and no weight is read twice."""
     return int(min(max(triton.next_power_of_2(triton.cdiv(rows, groups)), 16), 128))
 
 
 def most_tiles(rows: int, groups: int, height: int) -> int:
-    """The most tiles that rows can fall into: a full one takes ``height`` of them, and a group has one other."""
+    """The most tiles that rows can need: the full ones, of ``height`` rows each, and one more for each group."""
     return rows // height + min(rows, groups)

@@ -1,4 +1,4 @@
-"""A CPU's memory: how much is free, large pieces of it, and the way from it to a device and back."""
+"""Host memory: how much is free, how to take large pieces of it, and how to copy from it to a device and back."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _GROUPS = {
 
 
 def free_host_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process could take now: what the system has to give, within the limit of a container.
+    """Bytes that this process could still take: what the system has, within the limit of a container.
 
-    root: where proc and sys lie. A system that does not tell (one without /proc) counts as all free.
+    root: where proc and sys are. A system that does not tell (one without /proc) counts as all free.
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -36,7 +36,7 @@ def free_host_memory(root: Path = Path("/")) -> int:
 
 
 def _left_to_groups(root: Path) -> Iterator[int]:
-    """What each control group that this process is in may still take, as far as they are bounded and can be read."""
+    """What each control group that this process is in may still take, where that is limited and can be read."""
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controller, path = line.split(":", 2)
@@ -55,10 +55,10 @@ def _left_to(group: Path, limit: str, usage: str, cache: str) -> int:
 
 
 def host_memory(nbytes: int) -> Tensor:
-    """uint8 [nbytes], not initialised, in huge pages where the system has them; given back with the last tensor of it.
+    """uint8 [nbytes], not initialised, in huge pages where the system has them. It is freed with the last tensor on it.
 
-    What no one writes to takes no memory. What is written here and there, as a KV cache is, takes several times as long in
-    ordinary pages. Raises ``MemoryError``.
+    Pages that nobody writes to take no memory. Scattered writes, as to a KV cache, take several times as long in ordinary
+    pages. Raises ``MemoryError``.
     """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None or nbytes < _HUGE:
@@ -73,12 +73,12 @@ def host_memory(nbytes: int) -> Tensor:
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A CPU's tensor on a device, itself if that is the CPU. Pinned for the copy, so that the host does not wait for it."""
+    """A host tensor copied to a device; itself if that is the CPU. It is pinned first, so that the host does not wait."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 class StableBuffer(Protocol):
-    """Bytes of a device, that can be given back, and come back at the same addresses."""
+    """Bytes on a device that can be given back, and come back at the same addresses."""
 
     tensor: Tensor  # uint8 [nbytes]
 
@@ -86,20 +86,20 @@ class StableBuffer(Protocol):
     def restore(self) -> None: ...
 
 
-# Of so many bytes on a device; None where there are none such.
+# Makes one of so many bytes on a device; None where the device cannot have such.
 StableBuffers = Callable[[int, torch.device], StableBuffer | None]
 
 
 class OffloadableMemory:
-    """Bytes of a device, that can be given back, with or without a copy in host memory, and taken again.
+    """Bytes on a device that can be given back, with or without a copy in host memory, and taken again.
 
-    ``data`` and its views stay the same objects; their addresses are the same where ``stable_addresses``.
+    ``data`` and its views stay the same objects. Their addresses stay the same, too, where ``stable_addresses``.
     """
 
     def __init__(self, nbytes: int, device: torch.device, stable: StableBuffers = lambda *_: None) -> None:
         self.nbytes = nbytes
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # what torch's allocator holds and nobody uses is not to be had otherwise
+            torch.cuda.empty_cache()  # or nobody could have what torch's allocator holds unused
         self._stable = stable(nbytes, device) if nbytes else None
         if self._stable is None:
             self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -126,13 +126,13 @@ class OffloadableMemory:
             self._give_back()
 
     def release(self) -> None:
-        """Give all memory back, and what was in it."""
+        """Give all memory back. Its content is lost."""
         self._host = None
         self._settle()
         self._give_back()
 
     def restore(self) -> None:
-        """Take the memory again, and what was offloaded back. Any exception leaves everything as it was."""
+        """Take the memory again, with the content that was offloaded. Any exception leaves everything as it was."""
         if not self.resident:
             try:
                 if self._stable is None:
@@ -158,5 +158,5 @@ class OffloadableMemory:
             self._stable.release()
 
     def _settle(self) -> None:
-        """Wait for what was launched to write or read the bytes, under whatever stream: their memory is given away."""
+        """Wait for all launched work on the bytes, on any stream, before their memory is given away."""
         torch.get_device_module(self.data.device).synchronize(self.data.device)

@@ -1,4 +1,4 @@
-"""What an interrupt (Ctrl-C) does not cut in two: an update of weights, version and caches, say."""
+"""Sections of code that an interrupt (Ctrl-C) does not cut in two, such as an update of weights, version and caches."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class _Deferred:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """An interrupt (Ctrl-C) waits until the block is done, or has failed; a second one does not. Inside another one it changes nothing.
+    """Context manager: an interrupt (Ctrl-C) waits until the block is done or has failed. A second one does not wait.
 
-    Outside of the main thread, where no interrupt arrives, nothing is changed either.
+    It changes nothing inside another one, or outside of the main thread, where no interrupt arrives.
     """
     previous: Any = signal.getsignal(signal.SIGINT)
     in_main = threading.current_thread() is threading.main_thread()

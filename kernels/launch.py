@@ -1,18 +1,21 @@
-"""How kernels are launched: where that can be, to come up while the one before them still runs.
+"""How kernels are launched: on Hopper and later, a kernel starts while the one before it still runs.
 
-This is CUDA's programmatic dependent launch, of Hopper and later.
+This is CUDA's programmatic dependent launch. A step for few rows is a hundred kernels of some microseconds each. Between
+two of them the chip would stand still for about one microsecond, until new programs have started and their first loads
+have arrived. With this, a kernel's programs start as places become free, prefetch weights to L2, and then wait for their
+turn. Captured steps keep it.
 
-A step for few rows is a hundred kernels of some microseconds, and between two of them the chip would stand still for about
-one: the last programs end, others start, and their first loads are on their way. With this a kernel's programs take the
-places that become free, have weights on their way to L2, and then wait. Captured steps keep it.
+Three rules make every kernel see all that was written before it:
 
-The rules, which make every kernel see all that was written before it: each program calls ``await_turn`` before it writes anything
-of the device's, or reads what the kernel before may write; all programs of one have called it before any of the next is there;
-and a kernel's waiting for the one before is a wait for all before that one too, for it ended only after its own wait. So when
-a kernel comes up, all but the one before have ended. What they wrote is read before the wait by shrinks and expands of adapters
-(``lora_shrink``, ``lora_expand``), by products with adapters inside (``linear_streamed``), by attention where it fetches its
-first keys (``attention_decode``), by rotary embedding for a step's angles and slots (``norm_rotary``, ``latent_attention``), and
-by the walks of a decode step for the states that the step before left (``recurrent``). Weights anyone may read.
+- Each program calls ``await_turn`` before it writes to device memory, or reads what the kernel before may write.
+- No program of the next kernel starts before all programs of this one have called it.
+- A kernel ends only after its own wait, so waiting for the kernel before is waiting for all earlier ones too.
+
+So when a kernel starts, all but the one before it have ended, and what those wrote may be read before the wait. This is
+done by shrinks and expands of adapters (``lora_shrink``, ``lora_expand``), products with adapters inside
+(``linear_streamed``), attention for its first keys (``attention_decode``), rotary embedding for a step's angles and slots
+(``norm_rotary``, ``latent_attention``), and a decode step's recurrences for the states that the step before left
+(``recurrent``). Weights may be read at any time.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -40,9 +43,9 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a device's multiprocessor has; an H100's where kernels are interpreted.
+    """Bytes of shared memory of one multiprocessor of a device; an H100's where kernels are interpreted.
 
-    A program takes ``PROGRAM_SHARED`` besides what it asks for, from Ampere on.
+    From Ampere on, a program takes ``PROGRAM_SHARED`` on top of what it asks for.
     """
     if device.type != "cuda":
         return 228 * 1024
@@ -56,15 +59,15 @@ def starts_early(device: torch.device) -> bool:
 
 @cache
 def copies_tiles(device: torch.device) -> bool:
-    """Whether the chip copies tiles of a matrix to shared memory by itself (TMA, of Hopper and later), or an interpreter does."""
+    """Whether the chip copies tiles of a matrix to shared memory by itself (TMA, from Hopper on). Interpreters do."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def options(device: torch.device, *, waits: bool = True, early: bool = True, fused: bool = True) -> dict[str, Any]:
-    """The launch options of a kernel. waits: it calls ``await_turn``; early: it may come up before the one before has ended.
-    fused: ``a * b + c`` may be rounded once, as one FMA.
+    """The launch options of a kernel, always given: versions of Triton have different defaults.
 
-    Always said, as versions of Triton differ in what they do where it is not.
+    waits: it calls ``await_turn``. early: it may start before the kernel before it has ended. fused: ``a * b + c`` may be
+    rounded once, as one FMA.
     """
     asked: dict[str, Any] = {"enable_fp_fusion": fused}
     if waits:
@@ -73,7 +76,7 @@ def options(device: torch.device, *, waits: bool = True, early: bool = True, fus
 
 
 def in_rows(tensor: Tensor) -> Tensor:
-    """The tensor with the numbers of its last dimension side by side, as kernels read them."""
+    """The tensor with its last dimension contiguous, as kernels read it."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 

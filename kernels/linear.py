@@ -1,9 +1,9 @@
-"""A projection with what stands before and after it in a decoder layer, for a GPU.
+"""A projection together with the norm, activation and residual around it, for a GPU.
 
-Below ``FEWEST_FOR_TORCH`` tokens it is bound by the reading of the weight: one Triton kernel reads every byte of it once and
-does norm, activation and residual on the way. With more tokens it is a matrix product of the vendor's library between small
-kernels, or of some dozens by what ``linear_measured`` finds to be faster. ``linear_invariant`` gives a row the same bits
-whatever stands beside it, for the price of a slower product.
+Below ``FEWEST_FOR_TORCH`` tokens, reading the weight takes the time: one Triton kernel reads every byte of it once, and
+does norm, activation and residual on the way. With more tokens it is a matrix product of the vendor's library between
+small kernels; for some dozens of tokens, whatever ``linear_measured`` finds to be faster. ``linear_invariant`` gives a row
+the same bits in any batch, at the price of a slower product.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -285,9 +285,9 @@ def _skinny_kernel(
 def skinny_config(
     tokens: int, weight: tuple[int, int], itemsize: int, processors: int, shared: int
 ) -> tuple[int, int, int]:
-    """(BLOCK_N, BLOCK_K, stages) for a weight [N, D]: as tall as leaves every multiprocessor enough to do.
+    """(BLOCK_N, BLOCK_K, stages) for a weight [N, D]: tiles as tall as leaves every multiprocessor enough to do.
 
-    shared: bytes of shared memory that one has, which some devices have too few of for stages enough of fp32.
+    shared: bytes of shared memory of a multiprocessor. Some devices have too few for all stages in fp32.
     """
     width, depth = weight
     if tokens == 1:  # 64 fp32 products in the registers of each of 128 threads, 16 bytes of a row at a time

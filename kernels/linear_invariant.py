@@ -1,7 +1,7 @@
-"""A projection whose rows have the same bits alone and among any others, for a GPU.
+"""A projection whose rows have the same bits alone and in any batch, for a GPU.
 
-A matrix product in tiles whose shape and order of sums the weight alone decides, between small kernels that are invariant
-already (He et al., "Defeating nondeterminism in LLM inference", 2025).
+The weight's shape alone decides the tiles of the product and the order of its sums. The small kernels around it do not
+depend on the batch anyway (He et al., "Defeating nondeterminism in LLM inference", 2025).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -29,8 +29,8 @@ _FILLED = 128
 class MatmulConfig:
     """How to multiply by a weight: the same for every number of tokens.
 
-    The depth is cut into ``segments`` whose sums are added in order. One program may do them all, or each its own
-    program and a second kernel the additions: the arithmetic, and so every bit of the result, is the same.
+    The depth is cut into ``segments``, whose sums are added in order. Either one program does all segments, or each has its
+    own program and a second kernel adds them up. The arithmetic, and so every bit of the result, is the same.
     """
 
     block_m: int
@@ -41,7 +41,7 @@ class MatmulConfig:
 
 
 def matmul_config(width: int, depth: int, dtype: torch.dtype) -> MatmulConfig:
-    """The configuration for a weight [width, depth]. It knows nothing of the tokens, and must not."""
+    """The configuration for a weight [width, depth]. It must not depend on the tokens."""
     block_k = 128 // dtype.itemsize
     columns = triton.cdiv(width, 128)
     segments = max(1, min(2 * _FILLED // columns, depth // (4 * block_k), 8))

@@ -1,8 +1,8 @@
-"""A projection by whatever is the fastest on this device, as measured when a weight's shape first meets some dozens of rows.
+"""A projection in the way that is fastest on this device, measured when a weight's shape first meets some dozens of rows.
 
-How near the vendor's library comes to the memory's speed for few rows differs from shape to shape, and so does the best
-cut of a weight among the programs that stream it. A way whose numbers are wrong is not taken. Where nothing can be
-measured, since something does not compile or finds no memory, the library multiplies.
+For few rows, the vendor's library comes near the memory's speed for some shapes and not for others, and the best cut of a
+weight among the programs that stream it differs, too. A way whose numbers are wrong is not taken. Where nothing can be
+measured, because it does not compile or there is no memory, the library multiplies.
 """
 
 from __future__ import annotations
@@ -19,16 +19,9 @@ from torch import Tensor
 from stoker.kernels import launch
 from stoker.kernels.linear import FEWEST_FOR_TORCH, MOST_SKINNY, skinny
 from stoker.kernels.linear import linear as by_torch
+from stoker.kernels.linear_cuts import MOST_ROWS, Cut, cuts_to_try, has_room_inside
 from stoker.kernels.linear_invariant import linear as in_tiles
-from stoker.kernels.linear_streamed import (
-    MOST_ROWS,
-    Cut,
-    cuts_to_try,
-    describable,
-    has_room_inside,
-    read_ahead,
-    streamed,
-)
+from stoker.kernels.linear_streamed import describable, read_ahead, streamed
 from stoker.kernels.lora import MOST_ARRIVALS, SHRINK_SHARED, inside, lora, padded_rank
 from stoker.kernels.lora_inside import columns_inside
 from stoker.kernels.norm_rotary import rms_norm
@@ -37,23 +30,23 @@ from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
 _log = logging.getLogger("stoker")
-_LEAST_BYTES = 2**22  # of a smaller weight the launches are what costs
-_MOST_OF_FP8 = 1024  # rows, from where on a plain copy of the weight costs little beside the product
-_STEP = 16  # so many rows are measured together, and more where there are many
+_LEAST_BYTES = 2**22  # with a smaller weight, launches take most of the time
+_MOST_OF_FP8 = 1024  # rows; beyond it a plain copy of the weight costs little beside the product
+_STEP = 16  # rows are rounded up to a multiple of it for measuring; above MOST_ROWS, to a multiple of that
 _ROUNDS = 7
 _CYCLES = 10_000_000  # about 5 ms, in which the host launches the round that is then timed, be it a slow one
 _ERROR = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative to the largest number: other orders of the same sums
 
 
 class _Found(NamedTuple):
-    """way: the fastest. cuts: of a streamed weight, the fastest first."""
+    """way: the fastest way to multiply. cuts: of a streamed weight, the fastest first."""
 
     way: Callable[..., Tensor]
     cuts: Sequence[Cut] = ()
 
 
 class _Adapted(NamedTuple):
-    """A projection that adapters come after. options: residual and row_scales, of the projection."""
+    """A projection that adapters follow. options: residual and row_scales, of the projection."""
 
     x: Tensor
     weight: Tensor
@@ -68,7 +61,7 @@ class MeasuredLinear:
     """``Ops.linear`` of one engine, whose steps follow one another on the device."""
 
     def __init__(self) -> None:
-        # By the most rows, the weight and what else is done: who multiplies, and how long each would take.
+        # By what is measured: the ways to multiply and their times, the fastest first (``Ops.matmuls``).
         self.chosen: dict[str, str] = {}
         self._ways: dict[tuple[Any, ...], _Found] = {}
         self._with_adapters: dict[tuple[Any, ...], Callable[[_Adapted], Tensor] | None] = {}
@@ -110,7 +103,10 @@ class MeasuredLinear:
         in_place: bool = False,
         row_scales: Tensor | None = None,
     ) -> Tensor:
-        """``lora`` of the projection, by what is the fastest: after it, begun beside a streamed weight, or inside the product of one."""
+        """The projection and then ``lora``, in the fastest way that was measured.
+
+        Adapters run after the projection, or their shrink runs beside a streamed product, or all of them inside one.
+        """
         given = _Adapted(x, weight, bias, table, rows, gated, {"residual": residual, "row_scales": row_scales})
         way: Callable[[_Adapted], Tensor] = partial(self._after, in_place=in_place)
         if x.shape[0] <= MOST_ROWS and self._has_ways(x, weight, residual):
@@ -134,13 +130,13 @@ class MeasuredLinear:
         return self._streamed(cut, x, weight, bias, gated=gated, inside=adapters, **options)
 
     def _streamed(self, cut: Cut, x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
-        """With room for a shrink."""
+        """A streamed product that leaves room for a shrink."""
         settings: dict[str, Any] = {"norm": None, "scale": 1.0, "beside": SHRINK_SHARED}
         return streamed(x, weight, bias, cut=cut, arrived=self._arrived_on(x.device)[0], **settings, **options)
 
     @staticmethod
     def _has_ways(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
-        """Whether there is a choice. With a weight in fp8 there is one for more rows, as torch needs a copy of it first."""
+        """Whether there is a choice. For fp8 weights there is one up to more rows, as torch has to make a copy of them first."""
         narrow = weight.dtype == FP8
         return (
             FEWEST_FOR_TORCH <= x.shape[0] <= (_MOST_OF_FP8 if narrow else MOST_ROWS)
@@ -151,7 +147,7 @@ class MeasuredLinear:
 
     @staticmethod
     def _what(x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]) -> tuple[tuple[Any, ...], str]:
-        """What is measured once, and its name."""
+        """The key of a measurement, and its name."""
         step = _STEP if x.shape[0] <= MOST_ROWS else MOST_ROWS
         rows = -(-x.shape[0] // step) * step
         given = {"bias": bias, **options}
@@ -175,7 +171,7 @@ class MeasuredLinear:
             ways |= self._others(x, cuts)
             calls = {name: partial(way, x, weight, bias, **options) for name, way in ways.items()}
             expected = calls["torch"]()
-            if options["residual"] is not None:  # in whose place it mostly puts the sum, which saves it a copy
+            if options["residual"] is not None:  # the sum mostly takes its place, which saves a copy
                 calls["torch"] = partial(calls["torch"], residual=options["residual"].clone(), in_place=True)
             order, found = by_time(calls, "torch", expected, weight)
             best, in_order = order[0], [cuts[name] for name in order if name in cuts]
@@ -186,8 +182,10 @@ class MeasuredLinear:
         return found, _Found(ways[best], in_order)
 
     def _fastest_with_adapters(self, given: _Adapted) -> Callable[[_Adapted], Tensor] | None:
-        """A streamed product with the shrink beside it, or with all of them inside, where that takes less time than the fastest
-        product and they after it: of those adapters that there are, each in as many rows. None: they come after."""
+        """A streamed product with the shrink beside it, or with all adapters inside; None where adapters after it are faster.
+
+        Measured with the adapters that there are, each for as many rows.
+        """
         x, weight, bias, table, rows, gated, options = given
         key, name = self._what(x, weight, bias, options | {"gated": gated})
         key = *key, *table.widths, table.traits
@@ -214,15 +212,15 @@ class MeasuredLinear:
         return self._with_adapters[key]
 
     def _ways_with_adapters(self, given: _Adapted) -> dict[str, Callable[[_Adapted], Tensor]]:
-        """Those of a streamed product, by name."""
+        """The ways that stream the weight, by name."""
         x, weight, bias, table, _, gated, options = given
         ways: dict[str, Callable[[_Adapted], Tensor]] = {}
         cuts = self._fastest(x, weight, bias, {"norm": None, "gated": None, "scale": 1.0, **options}).cuts[:1]
         if cuts:
             ways["beside"] = partial(self._beside, cuts[0])
-        if options["row_scales"] is not None:  # which would be the adapters', too
+        if options["row_scales"] is not None:  # inside, these would scale the adapters' part, too
             return ways
-        if gated is not None:  # of which no cut is known to be the fastest
+        if gated is not None:  # the fastest cut of a gated product is not known
             cuts = list(self._cuts(x, weight, True).values())
         shared = launch.shared_memory(x.device)
         for cut in cuts:
@@ -252,7 +250,10 @@ class MeasuredLinear:
         return others
 
     def _arrived_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Zeros to count splits by: of a product, of whose tiles there are fewer where there are several splits; and of a shrink."""
+        """Zeros that splits are counted by: of a product, and of a shrink.
+
+        Only products of several splits count, and these have fewer tiles than there are multiprocessors.
+        """
         if device not in self._arrived:
             processors = launch.multiprocessors(device)
             self._arrived[device] = torch.zeros(processors + MOST_ARRIVALS, dtype=torch.int32, device=device)
@@ -263,7 +264,10 @@ class MeasuredLinear:
 def by_time(
     calls: Mapping[str, Callable[[], Tensor]], first: str, expected: Tensor, weight: Tensor
 ) -> tuple[list[str], str]:
-    """The names of those that are right, as the first is, the fastest first; and how long each takes. expected: the product."""
+    """The names of all ways whose result is right, the fastest first, and a text with their times.
+
+    first: the way that is right by definition. expected: its result.
+    """
     rows, dtype, expected = expected.shape[0], expected.dtype, expected.float()
     if not expected.isfinite().all():
         raise ValueError("the product is not finite")
@@ -286,8 +290,11 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def microseconds(calls: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """Device time that each call adds to a step, by medians: what it reads is not in cache, for a whole model lies between,
-    and it may come up early, while the small kernel before it runs."""
+    """Device time that each call adds to a step, by medians.
+
+    What a call reads is not in cache, as a whole model runs between two calls, and it may start early, while the small
+    kernel before it runs.
+    """
     event: Any = partial(torch.cuda.Event, enable_timing=True)
     cache: int = torch.cuda.get_device_properties(device).L2_cache_size
     other = torch.zeros(cache // 2, dtype=torch.float32, device=device)  # twice as large

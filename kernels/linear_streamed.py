@@ -1,20 +1,19 @@
 """A projection of some dozens of rows for a GPU, as fast as the weight can be read.
 
-Every byte of the weight is read once, in tiles that the chip copies to shared memory by itself (TMA, from Hopper on), as many on
-their way at a time as there is room for; the first of them come from L2, where they are fetched while the kernel before runs.
-All programs run at once where they can, and where less than half of the multiprocessors would have one, the depth is split
-among several: a split costs the others' waiting for the slowest, and the reading of all their sums, so there are no more than
-that takes. Each leaves its sum in memory (L2, in truth), and the last to come adds them up in order, so that the result does
-not depend on who that was (split-K; the order is that of Osama et al., "Stream-K", 2023).
+Every byte of the weight is read once, in tiles that the chip copies to shared memory by itself (TMA, from Hopper on), as many
+at a time as there is room for. The first tiles come from L2, where they are fetched while the kernel before runs.
 
-With adapters inside (``lora_inside``) the kernel before is their shrink of x, beside which the weight is read: x was there
-before that, and the product waits for its turn where it wants what the shrink gives, before it writes.
+All programs run at once where they can. Where less than half of the multiprocessors would have a program, the depth is
+split among several (split-K). A split costs time, as programs wait for the slowest and all their sums are read, so there
+are no more than needed. Each program leaves its sum in memory (in fact in L2), and the last to arrive adds them up in
+order, so the result does not depend on which one was last (the order is that of Osama et al., "Stream-K", 2023).
+
+With adapters inside (``lora_inside``) the kernel before is their shrink of x, and the weight is read while that runs: x was
+there before. The product waits for its turn before it reads what the shrink gives, and before it writes.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -26,6 +25,7 @@ from stoker.kernels import launch
 from stoker.kernels.fp8 import as_dtype
 from stoker.kernels.launch import await_turn, fetch_ahead, fetch_part_ahead
 from stoker.kernels.linear import plus_product, store_rows, with_scales_and_bias
+from stoker.kernels.linear_cuts import FEW, MOST_ROWS, Cut, settings_of, warps
 from stoker.kernels.lora_inside import (
     Ahead,
     Inside,
@@ -39,26 +39,6 @@ from stoker.kernels.lora_inside import (
 from stoker.kernels.norm_rotary import act_times, rms_norm
 from stoker.kernels.reference.lora import POINTER_FIELDS
 from stoker.kernels.reference.norm_rotary import Activation, Norm
-
-MOST_ROWS = 128
-_FEW = 32  # tokens, which a tensor core takes as columns, since it has no fewer than 64 rows
-_LEAST_SHARED = 76 * 1024  # bytes for a program to have stages enough
-_MOST_STAGES = 8
-_MOST_SUMS = 3 * 2**13  # of all splits of a tile, in the registers of one program
-_STEPS = 4  # of a split, at the least
-_AHEAD = 2**16  # bytes of the weight a multiprocessor: what memory gives while the small kernel before runs
-_ROOMS = 3  # programs a multiprocessor has at most at a time, with stages enough each
-
-
-class Cut(NamedTuple):
-    """How programs share a weight [N, D]. rows: of it a program has, or of its gate and of its up. splits: of the depth.
-
-    rooms: how many programs a multiprocessor has room for, which share its memory.
-    """
-
-    rows: int
-    splits: int
-    rooms: int
 
 
 @triton.jit
@@ -217,106 +197,14 @@ def _streamed_kernel(
 
 
 def describable(matrix: Tensor) -> bool:
-    """Whether a matrix lies as the chip reads tiles of one by itself: each row contiguous, in whole pieces of 16 bytes."""
+    """Whether the chip can read tiles of a matrix by itself: each row is contiguous, in whole pieces of 16 bytes."""
     bytes_ = matrix.data_ptr() | matrix.itemsize * matrix.stride(0) | matrix.itemsize * matrix.shape[1]
     return matrix.stride(1) == 1 and bytes_ % 16 == 0
 
 
-def _block_m(tokens: int) -> int:
-    return max(16, int(triton.next_power_of_2(tokens)))
-
-
-def cuts_to_try(
-    tokens: int, weight: tuple[int, int], itemsize: int, gated: bool, processors: int, *, narrow: bool = False
-) -> list[Cut]:
-    """Of a weight [N, D], for x of so many rows and bytes a number: one of them was the fastest wherever it was measured.
-
-    Few tokens are little to read again for every tile, and low ones are enough; others trade that against more programs.
-    narrow: of a weight in fp8, which a program first casts: another one on the same multiprocessor multiplies meanwhile.
-    """
-    width, depth = weight[0] // 2 if gated else weight[0], weight[1]
-    few, half = tokens <= _FEW, max(processors // 2, 1)
-    cuts: list[Cut] = []
-    for rows in (64, 128) if few else (32, 64) if gated else (32, 64, 128):
-        tiles = triton.cdiv(width, rows)
-        most = min(depth * itemsize // (256 * _STEPS), _MOST_SUMS // (rows * _block_m(tokens)))
-        splits = 1 if gated else max(1, min(triton.cdiv(half, tiles), most))
-        if cuts and (few or tiles * splits < half):
-            break
-        at_once = triton.cdiv(tiles * splits, processors)
-        if at_once <= _ROOMS:
-            cuts.append(Cut(rows, splits, at_once))
-        more = min(processors // tiles, most)
-        if rows == 64 and 1 < splits < more:  # which cost more, and leave no multiprocessor idle
-            cuts.append(Cut(rows, more, 1))
-        twice = min(2 * processors // tiles, most)
-        if narrow and not gated and rows == 64 and tiles * splits <= processors < tiles * twice:
-            cuts.append(Cut(rows, twice, 2))
-    return cuts or [Cut(rows, splits, 2)]
-
-
-def pipeline(
-    block_m: int, weight_rows: int, cut: Cut, itemsizes: tuple[int, int], shared: int, beside: int = 0
-) -> tuple[int, int]:
-    """(BLOCK_K, stages) of programs that read so many rows of x and of the weight at a time, of so many bytes a number.
-
-    shared: bytes of shared memory that a multiprocessor has; beside: of these, to be left to others.
-    """
-    of_x, of_weight = itemsizes
-    rooms = min(cut.rooms, max(1, shared // _LEAST_SHARED))
-    for width in (256, 128):  # bytes of a row of x
-        columns = width // of_x
-        converted = 0 if of_weight == of_x else weight_rows * columns * of_x
-        room = (shared - beside) // rooms - 2048 - converted
-        stages = room // (columns * (block_m * of_x + weight_rows * of_weight))
-        if stages >= 3:
-            break
-    return columns, max(1, min(stages, _MOST_STAGES))
-
-
-def fetched_ahead(column_bytes: int, rooms: int, depth: int) -> int:
-    """Columns of its rows, of so many bytes each, that a program fetches ahead: its share of ``_AHEAD``, a power of two."""
-    columns = max(_AHEAD // rooms // column_bytes, 1)
-    return min(1 << (columns.bit_length() - 1), int(triton.next_power_of_2(depth)))
-
-
-def _warps(block_m: int, weight_rows: int, inside: bool) -> int:
-    """Twice as many where adapters are inside and each thread would have more than 64 sums: beside these it has some of B."""
-    return 8 if inside and block_m * weight_rows > 64 * 128 else 4
-
-
-def has_room_inside(tokens: int, cut: Cut, gated: bool, columns: int, itemsize: int, shared: int) -> bool:
-    """Whether what a program adds of adapters, in so many columns, fits in the shared memory of a multiprocessor."""
-    added = triton.next_power_of_2(triton.cdiv(columns, cut.splits))
-    return bool((_block_m(tokens) + (1 + gated) * cut.rows) * added * itemsize <= shared - 2048)
-
-
-class _Launch(NamedTuple):
-    """What a product is launched with."""
-
-    block_m: int
-    block_k: int
-    stages: int
-    tiles: int
-    splits: int
-    split_depth: int
-    ahead: int
-
-
-def _launch_of(x: Tensor, weight: Tensor, gated: bool, cut: Cut, beside: int) -> _Launch:
-    (tokens, depth), width = x.shape, weight.shape[0] // (1 + gated)
-    block_m, weight_rows = _block_m(tokens), (1 + gated) * cut.rows
-    shared = launch.shared_memory(x.device)
-    block_k, stages = pipeline(block_m, weight_rows, cut, (x.itemsize, weight.itemsize), shared, beside)
-    split_depth = triton.cdiv(triton.cdiv(depth, cut.splits), block_k) * block_k
-    splits, tiles = triton.cdiv(depth, split_depth), triton.cdiv(width, cut.rows)
-    ahead = fetched_ahead(weight_rows * weight.itemsize, cut.rooms, split_depth)
-    return _Launch(block_m, block_k, stages, tiles, splits, split_depth, ahead)
-
-
 def read_ahead(x: Tensor, weight: Tensor, gated: bool, cut: Cut, beside: int) -> Ahead:
-    """What of the weight the shrink may have on its way to L2 for the product that it comes before."""
-    made = _launch_of(x, weight, gated, cut, beside)
+    """The part of the weight that a shrink may fetch to L2 for the product that follows it."""
+    made = settings_of(x, weight, gated, cut, beside)
     return Ahead(weight, made.ahead, made.split_depth, made.splits)
 
 
@@ -337,9 +225,9 @@ def streamed(
 ) -> Tensor:
     """As the reference's ``linear``. x: [T, D], T up to ``MOST_ROWS``; weight: [N, D], ``describable``.
 
-    cut: if gated, of one split. arrived: int32 zeros, one a tile of several splits, of nobody else while this runs.
+    cut: of one split, if gated. arrived: int32 zeros, one for each tile of several splits; nobody else uses them meanwhile.
     beside: bytes of a multiprocessor's shared memory that are left to the shrink after this one, or before.
-    inside: what adapters add, of the same x: the last launch was their shrink.
+    inside: what adapters add, of the same x; the last launch was their shrink.
     """
     assert inside is None or (norm is None and describable(x)), "x was made by the last launch"
     if norm is not None:  # for every tile again it would be more work than the product
@@ -350,7 +238,7 @@ def streamed(
     assert tokens <= MOST_ROWS and describable(x) and describable(weight) and (gated is None or cut.splits == 1)
     width = weight.shape[0] if gated is None else weight.shape[0] // 2
     weight_rows = cut.rows if gated is None else 2 * cut.rows
-    block_m, block_k, stages, tiles, splits, split_depth, ahead = _launch_of(x, weight, gated is not None, cut, beside)
+    block_m, block_k, stages, tiles, splits, split_depth, ahead = settings_of(x, weight, gated is not None, cut, beside)
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     sums = tiles * splits * block_m * cut.rows
     partial = torch.empty(sums, dtype=torch.float32, device=x.device) if splits > 1 else out
@@ -391,7 +279,7 @@ def streamed(
         RESIDUAL=residual is not None,
         GATED=gated,
         SCALED=row_scales is not None,
-        LEFT=tokens <= _FEW,
+        LEFT=tokens <= FEW,
         SPLITS=splits,
         BLOCK_M=block_m,
         BLOCK_N=cut.rows,
@@ -399,7 +287,7 @@ def streamed(
         AHEAD=ahead,
         FIELDS=POINTER_FIELDS,
         **of_adapters,
-        num_warps=_warps(block_m, weight_rows, inside is not None),
+        num_warps=warps(block_m, weight_rows, inside is not None),
         num_stages=stages,
         **launch.options(x.device),
     )

@@ -1,12 +1,12 @@
 """Low-rank adapters over a projection's output, for a GPU: shrink to each token's rank, expand into the output.
 
-After Punica (Chen et al. 2023, arXiv:2310.18547) and S-LoRA (Sheng et al. 2023, arXiv:2311.03285), but the matrices stay where
-their owner keeps them: a slot is a row of addresses, so that a change of slots is a change of a few numbers, which a
-captured graph reads too. Linears of one input share both launches. The shrink of an embedding is a look-up.
+As in Punica (Chen et al. 2023, arXiv:2310.18547) and S-LoRA (Sheng et al. 2023, arXiv:2311.03285), but the matrices stay
+where their owner keeps them. A slot is a row of addresses: to change it is to change a few numbers, which a captured graph
+reads, too. Linears of one input share both launches. The shrink of an embedding is a look-up.
 
-Tokens are put in the order of their adapters, once a step, and a tile has those of one: however they lie in the batch, a
-matrix is read once, or once for every few dozen of its tokens. The pairs of a token and an expert lie in an order already,
-that of experts, whose tiles run once for each adapter in them: tiles of one pair where these are few and may all differ.
+Tokens are sorted by adapter once a step, and a tile has tokens of one adapter: however they lie in the batch, a matrix is
+read once, or once for every few dozen of its tokens. Pairs of a token and an expert are sorted by expert already. Their
+tiles run once for each adapter in them; where pairs are few and may all differ, a tile is one pair.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -27,25 +27,25 @@ from stoker.kernels.norm_rotary import act_mul
 from stoker.kernels.reference.lora import POINTER_FIELDS, AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Activation
 
-# Bytes of shared memory that a program of the shrink of few tokens takes, with what CUDA takes of each: so many are to be left where
-# it is to begin beside another kernel. Of ranks above 32 it takes 62 KiB, and begins where none of the other's programs is.
+# Bytes of shared memory that a program of the shrink of few tokens takes, with what CUDA adds. Another kernel has to leave these
+# for the shrink to run beside it. For ranks above 32 it takes 62 KiB, and runs only where that kernel has no program.
 SHRINK_SHARED = 36 * 1024
 MOST_ARRIVALS = 1024
-_FEW = 1024  # tokens, which are low tiles; more are tall ones
+_FEW = 1024  # tokens; up to so many get low tiles, more get tall ones
 _FEW_PAIRS = 256  # of a token and an expert
 _MOST_SPLITS = 256  # of one rank
-_LEAST_SPAN = 512  # of a split, so that it is worth its share of the sum
+_LEAST_SPAN = 512  # of a split: below it, adding its sum costs more than it saves
 _MOST_COMPARED = 8192  # numbers that a program holds at a time, of tokens by slots
 
 
 class Tiles(NamedTuple):
-    """Which tokens each program takes: some of one adapter, or neighbours where pairs of a token and an expert lie in order."""
+    """Which tokens each program takes: some of one adapter, or neighbours where pairs of a token and an expert are sorted."""
 
     programs: int
     height: int
     grouped: bool
-    # Where grouped: the tokens of each, int32 [tiles, height], -1 for none; and its slot, int32 [tiles]: those of slot 0 come last,
-    # and then of -1. Else the slot of each token, int64 [T], twice.
+    # Where grouped: the tokens of each tile, int32 [tiles, height], -1 for none; and its slot, int32 [tiles], where tiles of slot
+    # 0 come last, and then tiles of -1. Otherwise the slot of each token, int64 [T], in both.
     rows: Tensor
     slots: Tensor
     fresh: bool  # whether the last launch made the tiles
@@ -56,7 +56,7 @@ class Tiles(NamedTuple):
         if table.experts > 1:
             height = 1 if tokens <= _FEW_PAIRS and not deterministic else 16
             return Tiles(triton.cdiv(tokens, height), height, False, rows.slots, rows.slots, fresh=False)
-        # Of fp32 on no tensor core, 64 rows by as many columns are more than there are registers.
+        # In fp32, without tensor cores, 64 rows by as many columns are more than there are registers.
         height = 16 if deterministic or tokens <= _FEW or table.dtype == torch.float32 else 64
         known = rows.of_step.get((slots, height))
         if known is None:
@@ -66,7 +66,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_by_slot(slots: Tensor, num_slots: int, height: int) -> tuple[Tensor, Tensor]:
-    """Tokens in tiles of one slot each: int32 [tiles, height] and the slot of each, int32 [tiles], as ``Tiles`` has them.
+    """Tokens in tiles of one slot each: int32 [tiles, height], and the slot of each, int32 [tiles], as in ``Tiles``.
 
     slots: int64 [T], from 0 to ``num_slots``.
     """
@@ -100,13 +100,13 @@ def lora(
     settled: bool = False,
     deterministic: bool = False,
 ) -> Tensor:
-    """As the reference. deterministic: a row's result has the same bits whatever stands beside it."""
+    """As the reference. deterministic: a row's result has the same bits in any batch."""
     if table.empty:
         return out if gated is None else act_mul(out, gated)
     tiles = Tiles.of(rows, table, deterministic)
     together = gated is not None and tiles.grouped and len(table.widths) == 2 and len(set(table.widths)) == 1
     block_n = 64 if together else _columns_of_tile(table, tiles, out.device)
-    table.columns(block_n)  # where these are new, they are sent now, and not between the shrink and the expand
+    table.columns(block_n)  # if these are new, they are copied now, and not between the shrink and the expand
     hidden = _shrink(x, table, tiles, settled=settled, deterministic=deterministic)
     if gated is not None and together:
         return _expand_gated(hidden, out, table, tiles, block_n, gated, deterministic)
@@ -117,8 +117,8 @@ def lora(
 def inside(x: Tensor, table: LoraTable, rows: AdapterRows, columns: int, ahead: Ahead, arrived: Tensor) -> Inside:
     """The shrink of x, for a product that adds the rest itself.
 
-    x: [T, D], some dozens of rows. columns: ``columns_inside``; ahead: of that product's weight. arrived: int32 zeros,
-    ``MOST_ARRIVALS`` of them, of nobody else while this runs.
+    x: [T, D], some dozens of rows. columns: ``columns_inside``. ahead: of that product's weight. arrived: int32 zeros,
+    ``MOST_ARRIVALS`` of them; nobody else uses them meanwhile.
     """
     tokens, depth = x.shape
     rank, linears = padded_rank(table), len(table.widths)
@@ -165,7 +165,7 @@ def inside(x: Tensor, table: LoraTable, rows: AdapterRows, columns: int, ahead: 
 
 
 def _shrink(x: Tensor, table: LoraTable, tiles: Tiles, *, settled: bool, deterministic: bool) -> Tensor:
-    """fp32 [splits, linears, T, padded rank], of which nothing above a token's rank is written. x: [T, D]."""
+    """fp32 [splits, linears, T, padded rank], where nothing above a token's rank is written. x: [T, D]."""
     tokens, depth = x.shape
     linears, rank = len(table.widths), padded_rank(table)
     splits, behind = _splits(tokens, depth, rank, deterministic), table.is_behind
@@ -226,8 +226,10 @@ def padded_rank(table: LoraTable) -> int:
 
 
 def _splits(tokens: int, depth: int, rank: int, deterministic: bool) -> int:
-    """In how many spans a shrink goes over its input, so that every multiprocessor reads: few kinds of them, as each is
-    compiled for, and fewer of high ranks, whose blocks are programs too. Deterministic: whatever the other ranks are.
+    """Into how many spans a shrink cuts its input, so that every multiprocessor reads.
+
+    Only powers of two, as a kernel is compiled for each number; and fewer for high ranks, which have more programs anyway.
+    Where deterministic, it does not depend on the other adapters' ranks.
     """
     most = 4 if deterministic else _MOST_SPLITS // rank if tokens <= _FEW else 1
     splits = 1
@@ -239,7 +241,7 @@ def _splits(tokens: int, depth: int, rank: int, deterministic: bool) -> int:
 def _blocks_of_shrink(
     table: LoraTable, tiles: Tiles, ranks: int, span: int, *, deterministic: bool
 ) -> tuple[int, int, int]:
-    """How much of a span a program reads at once, by how many warps of which each multiplies a part, and in how many stages."""
+    """How much of a span a program reads at once; how many warps multiply a part of it each; how many stages."""
     wide = table.dtype == torch.float32
     if wide or deterministic or tiles.height != 16 or ranks > 32:
         return 64 if wide else 128, 1, 4
@@ -247,8 +249,11 @@ def _blocks_of_shrink(
 
 
 def _block_at_once(span: int, ranks: int) -> int:
-    """How much of a span a program reads at once: as much as there are registers for, as each turn of a loop waits for memory, but
-    no block of which a good part lies beyond the span."""
+    """How much of a span a program reads at once.
+
+    As much as there are registers for, since each turn of a loop waits for memory; but no block of which a good part lies
+    beyond the span.
+    """
     block = int(min(8192 // ranks, max(triton.next_power_of_2(span), 64)))
     while block > 128 and triton.cdiv(span, block) * block > 1.2 * span:
         block //= 2
@@ -256,10 +261,11 @@ def _block_at_once(span: int, ranks: int) -> int:
 
 
 def _settings(like: Tensor, table: LoraTable, tiles: Tiles, rank: int, *, early: bool = True) -> dict[str, Any]:
-    """The settings that both kernels are compiled for. like: a tensor of the dtype that the model computes in; early: it may
-    come up while the kernel before runs, and read what was there before that one.
+    """The settings that both kernels are compiled with. like: a tensor of the dtype that the model computes in.
+
+    early: the kernel may start while the one before runs, and read what was there before that one.
     """
-    # What an fp32 adapter gives a model of 16 bits is rounded to these: three products on tensor cores are exact enough.
+    # A 16-bit model rounds what an fp32 adapter gives it, so three products on tensor cores are exact enough.
     thrice = table.dtype == torch.float32 and like.dtype != torch.float32
     return {
         "LINEARS": len(table.widths),
@@ -276,21 +282,22 @@ def _settings(like: Tensor, table: LoraTable, tiles: Tiles, rank: int, *, early:
 
 
 def _ranks_together(table: LoraTable, hidden: Tensor, deterministic: bool) -> int:
-    """Ranks that an expand reads at a time, of all splits, all on their way together: a loop over them would wait for memory
-    at each turn. As many as there are registers for. Deterministic: whatever the other ranks are.
+    """How many ranks an expand loads at a time, for all splits: a loop over them would wait for memory at each turn.
+
+    As many as there are registers for. Where deterministic, it does not depend on the other adapters' ranks.
     """
     most = 32 if table.dtype == torch.float32 else 64
     return min(most, 256 // len(hidden), most if deterministic else hidden.shape[3])
 
 
 def _columns_of_tile(table: LoraTable, tiles: Tiles, device: torch.device) -> int:
-    """Of an expand: wide where there are many tiles, as each reads what the splits of the shrink gave."""
+    """Columns of an expand's tile: wide where there are many tiles, as each reads all that the shrink's splits gave."""
     many = tiles.height <= 16 and tiles.programs * sum(table.widths) >= 16 * 64 * launch.multiprocessors(device)
     return 128 if many else 64
 
 
 def _expand(hidden: Tensor, out: Tensor, table: LoraTable, tiles: Tiles, block_n: int, deterministic: bool) -> Tensor:
-    """hidden: fp32 [splits, linears, T, padded rank], of which nothing above a token's rank is read."""
+    """hidden: fp32 [splits, linears, T, padded rank], where nothing above a token's rank is read."""
     splits, _, tokens, rank = hidden.shape
     expand_kernel[(tiles.programs, sum(triton.cdiv(width, block_n) for width in table.widths))](
         hidden,
@@ -322,7 +329,7 @@ def _expand_gated(
     gated: Activation,
     deterministic: bool,
 ) -> Tensor:
-    """Returns ``act(gate) * up`` of all tokens, in memory of its own. hidden: as for ``_expand``."""
+    """Returns ``act(gate) * up`` of all tokens, in new memory. hidden: as for ``_expand``."""
     splits, _, tokens, rank = hidden.shape
     width = table.widths[0]
     out = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)

@@ -1,4 +1,4 @@
-"""The kernels of ``lora`` that come last: what expands a tile of tokens into the output.
+"""The last Triton kernels of ``lora``: they expand a tile of tokens into the output.
 
 They read a ``LoraTable``: ``pointers``, int64 [linears, entries, FIELDS], and ``columns``, int64 [linears, 4].
 """

@@ -1,7 +1,7 @@
-"""Adapters that a streamed product adds itself: their shrink runs beside it, and is one more tile of its input.
+"""Adapters inside a streamed product: their shrink runs beside it, and is one more tile of the product's input.
 
-A token's numbers stand in the columns of its own slot, beside zeros, so all slots are one product, with no turn for each. What that
-takes of B is on its way to registers when the weight's last tiles are.
+In that tile, a token's numbers stand in the columns of its own slot, and zeros elsewhere, so one product serves all slots.
+The matrices B it needs are loaded together with the last tiles of the weight.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -29,7 +29,7 @@ _SPAN = 2048  # of the input's depth, for a program of the shrink
 
 
 class Inside(NamedTuple):
-    """What a product needs of adapters."""
+    """What a product needs to add adapters itself."""
 
     table: LoraTable
     slots: Tensor  # int64 [T]
@@ -38,7 +38,7 @@ class Inside(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """What of a product's weight [N, D] its programs read first: so many columns from the beginning of each split on."""
+    """The part of a product's weight [N, D] that its programs read first: some columns from the beginning of each split."""
 
     weight: Tensor
     columns: int
@@ -47,7 +47,10 @@ class Ahead(NamedTuple):
 
 
 def columns_inside(table: LoraTable, rank: int, block_n: int, dtype: torch.dtype) -> int:
-    """Columns of all slots, a power of two; 0 where they do not go so. rank: padded; block_n: columns of the product's tiles."""
+    """Columns for all slots, a power of two; 0 where these adapters cannot go inside.
+
+    rank: padded; block_n: columns of the product's tiles.
+    """
     columns = int(triton.next_power_of_2(table.num_slots)) * rank
     plain = table.experts == 1 and table.only_matrices and table.aligned and not table.strided and table.dtype == dtype
     even = len(table.widths) <= _MOST_LINEARS and all(width % block_n == 0 for width in table.widths)
@@ -56,7 +59,7 @@ def columns_inside(table: LoraTable, rank: int, block_n: int, dtype: torch.dtype
 
 
 def first_tiles(inside: Inside | None, block_n: int) -> list[int]:
-    """The first tiles of the second linear to the fourth; of those that there are not, beyond all tiles."""
+    """The first tile of the second, third and fourth linear. Where there is no such linear, one beyond all tiles."""
     widths = [] if inside is None else inside.table.widths[:-1]
     found = [ends // block_n for ends in accumulate(widths)]
     return found + [2**30] * (_MOST_LINEARS - 1 - len(found))
@@ -236,7 +239,7 @@ def plus_adapters(
 
 
 def settings_inside(inside: Inside | None, splits: int) -> dict[str, Any]:
-    """What a product is compiled for. splits: of the product, which share the columns."""
+    """What a product with adapters inside is compiled with. splits: of the product, which share the columns."""
     if inside is None:
         return {"DTYPE": tl.float32, "LINEARS": 0, "RANK": 0, "COLUMNS": 0, "ADDED": 0}
     linears, _, columns = inside.hidden.shape

@@ -1,4 +1,4 @@
-"""The first kernels of ``lora``: tiles of tokens, their shrink, and the look-up that is an embedding's shrink.
+"""The first Triton kernels of ``lora``: tiles of tokens, their shrink, and the look-up that is an embedding's shrink.
 
 They read a ``LoraTable``'s ``pointers``, int64 [linears, entries, FIELDS].
 """

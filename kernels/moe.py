@@ -1,9 +1,9 @@
 """The experts of a mixture-of-experts layer, for a GPU: a grouped product over the model's own 3-D weights.
 
-Pairs of token and expert are put in the order of the experts on the device, in a number of programs that depends on the
-number of pairs alone; nothing waits for the host, so the whole can be captured. Four kernels: order, where the router has
-not done that, gate and up with activation, down, and the weighted sum with all that is added to it. With adapters the
-activation comes after theirs, as an operation of its own.
+Pairs of token and expert are sorted by expert on the device, in a number of programs that depends on the number of pairs
+alone. Nothing waits for the host, so it can be captured. There are four kernels: the sort, where the router has not done
+it; gate and up with the activation; down; and the weighted sum with all that is added to it. With adapters, the activation
+is an operation of its own, which comes after those of gate and up.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -186,14 +186,14 @@ def _weighted_sum_kernel(
 
 
 def _tile(pairs: int, experts: int, width: int, device: torch.device) -> tuple[int, int]:
-    """Rows and columns of a tile: narrow while few pairs are there, so that all multiprocessors read."""
+    """Rows and columns of a tile: narrow while there are few pairs, so that all multiprocessors read."""
     rows = rows_per_tile(pairs, experts)
     tiles = most_tiles(pairs, experts, rows) * triton.cdiv(width, 128)
     return rows, 64 if tiles < 2 * launch.multiprocessors(device) else 128
 
 
 def _stages(rows: int, columns: int, depth: int, itemsize: int, device: torch.device) -> int:
-    """Of the compiler's pipeline, one more than tiles of the depth that are on their way: as many as a program has memory for."""
+    """Stages of the compiler's pipeline: one more than the tiles of the depth in flight, of which there are as many as fit."""
     room = launch.shared_memory(device) - launch.PROGRAM_SHARED
     return min(3 if rows == 128 else 4, 1 + room // ((rows + columns) * depth * itemsize))
 
@@ -221,8 +221,7 @@ def experts(
 ) -> Tensor:
     """As the reference's. x: [T, D]; expert_ids, expert_weights: [T, K]; gate_up: [E, 2 * I, D]; down: [E, D, I].
 
-    deterministic: in tiles of one shape always, so that a token without an adapter has the same bits alone and among any
-    others.
+    deterministic: all tiles have one shape, so that a token without an adapter has the same bits in any batch.
     """
     x, expert_ids, expert_weights = (t.contiguous() for t in (x, expert_ids, expert_weights))
     assert all(t is None or t.is_contiguous() for t in (gate_up_bias, down_bias, *(scales or ())))

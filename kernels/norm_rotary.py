@@ -1,7 +1,7 @@
 """Normalisation, rotary embedding with the KV write, and gated activation, as Triton kernels.
 
-Each program does whole rows with a shape that the row's width alone decides, so a row's result depends on no other row.
-Arithmetic is fp32; it rounds where the reference does.
+Each program does whole rows, in a shape that the row's width alone decides, so a row's result depends on no other row.
+Arithmetic is in fp32, and rounds where the reference does.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -124,7 +124,7 @@ def rms_norm(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[..., D] as [rows, D], each of them contiguous."""
+    """[..., D] as [rows, D], each row contiguous."""
     return launch.in_rows(x.reshape(-1, x.shape[-1]))
 
 
@@ -159,7 +159,7 @@ def _act_mul_kernel(
 def act_mul(gate_up: Tensor, act: Activation, scale: float = 1.0, up: Tensor | None = None) -> Tensor:
     """As the reference's: gate_up [T, 2 * I], the gate first; returns ``act(scale * gate) * up``, [T, I].
 
-    up: [T, I]; ``gate_up`` is the gate then, [T, I].
+    up: [T, I]; ``gate_up`` is then the gate alone, [T, I].
     """
     gate, up = gate_up.chunk(2, dim=1) if up is None else (gate_up, up)
     assert gate.ndim == 2 and gate.stride(1) == up.stride(1) == 1 and gate.shape == up.shape

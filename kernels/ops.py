@@ -1,17 +1,18 @@
-"""The table of device operations. An engine picks one table when it is built and never asks again what device it is on.
+"""The tables of device operations. An engine picks one when it is built, and never asks again what device it is on.
 
-``reference`` has each operation in plain torch: the oracle, and most of what a CPU runs, which has ``cpu_attention``,
-``cpu_linear`` and ``cpu_recurrent`` besides. ``triton_ops`` has the tables of Triton's kernels:
+``reference`` has each operation in plain torch. It is the oracle for all others, and most of what a CPU runs, besides
+``cpu_attention``, ``cpu_linear`` and ``cpu_recurrent``. ``triton_ops`` has the tables of Triton's kernels:
 
-- Attention: ``attention``, launched as ``attention_config`` says and planned by ``attention_plan`` and ``attention_splits``, in
-  ``attention_decode``, ``attention_prefill``, ``attention_tiles`` and ``attention_write``; ``latent_attention``; ``norm_rotary``.
-- Projections: ``linear``, ``linear_measured``, ``linear_streamed``, ``linear_invariant``; ``fp8``; ``lora``,
+- Attention: ``attention`` launches it, ``attention_config`` says how, ``attention_plan`` and ``attention_splits`` divide the
+  work. Its kernels: ``attention_decode``, ``attention_prefill``, ``attention_tiles``, ``attention_write``. Before it:
+  ``latent_attention``, ``norm_rotary``.
+- Projections: ``linear``, ``linear_measured``, ``linear_streamed`` with ``linear_cuts``, ``linear_invariant``; ``fp8``; ``lora``,
   ``lora_shrink``, ``lora_expand``, ``lora_inside``.
 - Experts: ``routing``, ``moe``, ``grouping``. Recurrences: ``recurrent``, ``recurrent_chunks``, ``causal_conv``, ``gates``.
 - Sampling: ``sampling``, ``truncation``, ``constraints``, ``decode_window``.
-- ``checksum`` of weights, and ``copies``; ``launch``, how kernels are launched.
+- Weights: ``checksum``, ``copies``. How any kernel is launched: ``launch``.
 
-``errors``, ``host_memory`` and ``interrupts`` are here because all rooms may import them.
+``errors``, ``host_memory`` and ``interrupts`` are here because every folder may import from this one.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _log = logging.getLogger("stoker")
 
 @dataclass(frozen=True, kw_only=True)
 class Ops:
-    """One implementation of every operation; the signatures and shapes are those of ``kernels/reference/``."""
+    """One implementation of every operation. ``kernels/reference/`` documents signatures and shapes."""
 
     # Decoder layers.
     rms_norm: Callable[..., Tensor]
@@ -93,26 +94,27 @@ class Ops:
     copy_each: Callable[[Sequence[Tensor], Sequence[Tensor]], None]
     quantise_rows: Callable[[Tensor, Tensor, Tensor], None]
 
-    # -- what an implementation tells of itself ---------------------------------------------------------------------
+    # -- what an implementation says about itself -------------------------------------------------------------------
 
-    # Whether a plan of decode rows is the same tensors for every batch with as many rows, so that a captured step that
-    # uses one serves them all.
+    # Whether plans of decode rows are the same tensors for every batch with that many rows. A captured step then serves
+    # all such batches.
     static_plans: bool = False
-    # How many keys neighbouring rows of a decode step have in common from the first on where attention reads those together;
-    # ``plan_attention`` is then told whether to look for such rows. None: it always is to.
+    # From how many shared first keys on attention reads them once for neighbouring decode rows. ``plan_attention`` is then
+    # told whether to look for such rows. None: it always looks.
     shared_from: int | None = None
-    # Bytes of attention's workspace on the device, of (most rows, columns of the block table, block size, query heads, value
-    # dimension): it takes so much for each pair of the last two that there is among the layers.
+    # Bytes of attention's workspace on the device, as a function of (most rows, columns of the block table, block size, query
+    # heads, value dimension). There is one workspace for each pair of the last two that occurs among the layers.
     attention_workspace: Callable[..., int] | None = None
-    # Bytes that a layer with recurrent states takes while it runs, of (most tokens, heads, state's key dimension, dtype) and
-    # whether it is the gated delta rule; layers take them one after the other.
+    # Bytes that a layer with recurrent states takes while it runs, as a function of (most tokens, heads, state's key dimension,
+    # dtype, whether it is the gated delta rule). Layers take them one after the other.
     recurrent_workspace: Callable[..., int] | None = None
     # The dtypes in which ``lora`` takes an adapter's matrices; None: any.
     adapter_dtypes: frozenset[torch.dtype] | None = None
-    # ``lora`` of ``linear``, of (x, weight, bias, table, rows) and what else both take, as fast as they can be together.
+    # ``linear`` followed by ``lora``, in one operation where that is faster: (x, weight, bias, table, rows, and the options of
+    # both).
     adapted_linear: Callable[..., Tensor] | None = None
-    # What was measured so far: by rows, weight and what else the operation does, the ways to multiply and their times, the
-    # one that is taken first.
+    # What was measured so far. Key: rows, weight and what else the operation does. Value: the ways to multiply with their
+    # times, first the one that is used.
     matmuls: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -159,7 +161,7 @@ CPU = replace(
 
 
 def check_gpu(device: torch.device) -> None:
-    """Raises ``InvalidConfigError`` where an engine's kernels cannot run: on GPUs before Ampere, and on other makers'."""
+    """Raise ``InvalidConfigError`` where the kernels cannot run: on GPUs before Ampere, and on GPUs of other makers."""
     if device.type != "cuda":
         return
     if torch.version.hip is not None:
@@ -182,13 +184,12 @@ def ops_for(
     in_fp8: bool = False,
     deterministic: bool = False,
 ) -> Ops:
-    """The operations for a device: Triton's on CUDA; a CPU has attention, projections and recurrences of its own, all else
-    the torch reference.
+    """The operations for a device: Triton's kernels on CUDA, ``CPU`` on a CPU, the reference elsewhere.
 
-    layers: key dimension, value dimension and dtype of what attention layers compute; kv_dtype: of what is kept of it, where
-    it is another; in_fp8: whether weights are in fp8. Raises ``InvalidConfigError`` where the device has no such numbers.
-    Where Triton's kernels do not run a layer, attention is the torch reference, and the log says why. deterministic: a row's
-    result has the same bits alone and among any others; raises ``InvalidConfigError`` where there are no kernels for that.
+    layers: key dimension, value dimension and dtype of each attention layer. kv_dtype: dtype of the KV cache, where it is
+    another. in_fp8: whether weights are in fp8. deterministic: a row's result has the same bits alone and in any batch.
+    Where Triton's kernels cannot run a layer, attention is the torch reference, and the log says why. Raises
+    ``InvalidConfigError`` where the device has no fp8, or no kernels that are deterministic.
     """
     if device.type != "cuda":
         if deterministic:
@@ -197,7 +198,7 @@ def ops_for(
                 "tokens do not depend on its neighbours there either"
             )
         return CPU if device.type == "cpu" else REFERENCE
-    from stoker.kernels import triton_ops  # here, because Triton is not to be had everywhere
+    from stoker.kernels import triton_ops  # here, because Triton is not installed everywhere
     from stoker.kernels.attention_config import unsupported
 
     narrow = {"kv_cache_dtype": kv_dtype == FP8, "quantization": in_fp8}

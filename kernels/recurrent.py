@@ -1,13 +1,13 @@
 """The gated delta rule and Mamba-2's scan in Triton: each program walks a sequence's tokens with a tile of its state.
 
-A decode step is bound by memory. It reads and writes each state once, 2 MiB of a layer of Qwen3-Next for each row; expected,
-not measured, is 1 us of an H200 (4.3 TB/s). A tile is 8 KiB, the registers of one warp, so that one row has two programs for
-each multiprocessor and many rows have more loads on their way than latency asks for. The next token's inputs are on their
-way while one is computed.
+A decode step is bound by memory. It reads and writes each state once, 2 MiB for each row and layer of Qwen3-Next: 1 us of an
+H200 (4.3 TB/s), expected and not measured. A tile is 8 KiB, the registers of one warp. So one row has two programs for each
+multiprocessor, and many rows have more loads in flight than latency asks for. The next token's inputs are loaded while one
+is computed.
 
-Prompts go by chunks (``recurrent_chunks``), but for short ones; which way a sequence goes, its own length alone decides. Where
-they are walked, too, a sequence has the same bits however it is cut into pieces: the layer's shape decides the size of a tile
-and with it each sum's order, and no product is fused with a sum.
+Prompts go by chunks (``recurrent_chunks``), except short ones; a sequence's own length alone decides. Also where it is
+walked token by token, a sequence has the same bits however it is cut into pieces: the layer's shape decides the size of a
+tile, and with it each sum's order, and no product is fused with a sum.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -36,7 +36,7 @@ _ROWS = ["slots_ptr", "starts_ptr"]
 
 
 def tile_width(depth: int, width: int) -> int:
-    """How many of a state's columns (or rows) a program takes, whose other dimension is ``depth``."""
+    """How many of a state's columns (or rows) a program takes. depth: the state's other dimension."""
     return int(min(max(_TILE // triton.next_power_of_2(depth), 1), triton.next_power_of_2(width)))
 
 
@@ -128,7 +128,7 @@ def gated_delta_rule(
 ) -> Tensor:
     """As the reference; the last dimension of each input is contiguous, and so is each row of ``state``.
 
-    deterministic: the same bits in any pieces, else to rounding.
+    deterministic: the same bits in whatever pieces a sequence comes; otherwise the same to rounding.
     """
     (heads, value_dim), (key_heads, key_dim) = value.shape[1:], key.shape[1:]
     assert all(t.stride(-1) == 1 for t in (query, key, value, decay, beta)) and state[0].is_contiguous()
@@ -148,7 +148,7 @@ def gated_delta_rule(
 
 
 def _result(like: Tensor, dtype: torch.dtype, rows: StateRows) -> Tensor:
-    """A tensor for the result. Where a token may be no row's, which in a decode step none is, it is made of zeros."""
+    """A tensor for the result. It is zero where a token may belong to no row, which is never so in a decode step."""
     assert rows.longest > 1 or like.shape[0] == rows.slots.shape[0]
     make = torch.empty if rows.longest == 1 else torch.zeros
     return make(like.shape, dtype=dtype, device=like.device)
@@ -230,7 +230,7 @@ def selective_scan(
 ) -> Tensor:
     """As the reference; the last dimension of each input is contiguous, and so is each row of ``state``.
 
-    deterministic: the same bits in any pieces, else to rounding.
+    deterministic: the same bits in whatever pieces a sequence comes; otherwise the same to rounding.
     """
     (heads, dim), (groups, size) = x.shape[1:], B.shape[1:]
     assert all(t.stride(-1) == 1 for t in (x, dt, A, B, C)) and state[0].is_contiguous()

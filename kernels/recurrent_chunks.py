@@ -1,12 +1,12 @@
 """Prompts through the gated delta rule and Mamba-2's scan, 64 tokens at a time, on tensor cores.
 
-What the tokens of a chunk change solves a triangular system that does not depend on the state: the UT transform of
-"Parallelizing Linear Transformers with the Delta Rule" (Yang et al., 2024). Its inverses are found for all chunks at once,
-row by row, since powers of the system, which need fewer steps, grow beyond fp32 where keys are alike. Then programs walk the
+What a chunk's tokens change is the solution of a triangular system that does not depend on the state: the UT transform of
+"Parallelizing Linear Transformers with the Delta Rule" (Yang et al., 2024). The systems of all chunks are inverted at once,
+row by row. (Powers of the system would need fewer steps, but grow beyond fp32 where keys are alike.) Then programs walk the
 chunks of a sequence with a tile of its state in registers. Mamba-2 (Dao and Gu, 2024) is the same walk without a system.
 
-Queries and keys are multiplied as they come, in 16 bits, and by what makes their length 1 afterwards. What is fp32 is
-multiplied in two parts, the second what the first leaves when rounded: nearly as exact, and with fewer registers than tf32.
+Queries and keys are multiplied as they come, in 16 bits, and scaled to length 1 afterwards. An fp32 operand is multiplied
+in two parts, the second of which is the rounding error of the first: nearly as exact, with fewer registers than tf32.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -31,7 +31,7 @@ _ROWS = ["slots_ptr", "starts_ptr"]  # where they lie follows from the number of
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """The size of a walk through chunks: tokens of a chunk, columns of a state that a program takes."""
+    """The sizes of a walk through chunks: tokens of a chunk, and columns of a state for each program."""
 
     tokens: int
     values: int
@@ -40,9 +40,9 @@ class LaunchConfig:
 
 
 def launch_config(key_dim: int, value_dim: int, dtype: torch.dtype) -> LaunchConfig:
-    """Four programs for each head of Qwen3-Next, whose next chunk is on its way; no more fit without spilling.
+    """Four programs for each head of Qwen3-Next, whose next chunk is in flight; no more fit without spilling.
 
-    fp16 takes registers to bring numbers into its range, and has half as many of a state's.
+    fp16 takes registers to bring numbers into its range, so its programs have half as many columns.
     """
     most = 16 if dtype == torch.float16 else 32
     values = max(min(triton.next_power_of_2(value_dim), most), 16)
@@ -55,7 +55,7 @@ def can_chunk(key_dim: int, dtype: torch.dtype, *, rule: bool) -> bool:
 
 
 def workspace_bytes(tokens: int, heads: int, key_dim: int, dtype: torch.dtype, *, rule: bool) -> int:
-    """What a layer's prompts take besides their results, at most, while they run. rule: of the gated delta rule."""
+    """The most memory that a layer's prompts take while they run, besides results. rule: of the gated delta rule."""
     if not can_chunk(key_dim, dtype, rule=rule):
         return 0
     return tokens * heads * ((2 if rule else 1) * 2 * CHUNK * dtype.itemsize + 4 * 4)

@@ -1,7 +1,7 @@
-"""A router for a GPU: its logits, split over their depth, then all that comes after them in one kernel.
+"""A router of experts for a GPU: its logits, split over their depth, then all that comes after them in one kernel.
 
-Of the few tokens of a decode step one program does that, and puts the pairs of token and expert in the order of the
-experts as well. Of experts that rank the same the first is taken.
+For the few tokens of a decode step, one program of that kernel does them all, and sorts the pairs of token and expert by
+expert as well. Of experts that rank the same, the first is taken.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -189,12 +189,12 @@ def route_invariant(
     gain: Tensor | None,
     choice: Choice,
 ) -> Routing:
-    """``route`` with a token's sums in one order always, whatever stands beside it."""
+    """``route`` with a token's sums always in one order, so that its result is the same in any batch."""
     return _choose(_logits(x, weight, _MOST_SPLITS), x, bias, correction, gain, choice, 0)
 
 
 def _logits(x: Tensor, weight: Tensor, splits: int) -> Tensor:
-    """The logits in parts to be summed, fp32 [splits, T, E]. splits: at most so many."""
+    """Parts of the logits, to be added up: fp32 [splits, T, E]. splits: the most parts."""
     if x.dtype != weight.dtype:
         x, weight = x.float(), weight.float()
     x, weight = map(launch.in_rows, (x, weight))
@@ -219,7 +219,7 @@ def _choose(
     choice: Choice,
     together: int,
 ) -> Routing:
-    """Choose from logits, [splits, T, E]. together: the most numbers for which one program ranks all tokens."""
+    """Choose from logits, [splits, T, E]. together: up to how many numbers one program ranks all tokens."""
     splits, tokens, experts = logits.shape
     size, groups = (triton.next_power_of_2(n) for n in (experts // choice.groups, choice.groups))
     rows = triton.next_power_of_2(tokens)

@@ -1,9 +1,9 @@
 """Sampling and scoring in Triton: a grid of rows by splits of the vocabulary, then one short program a row.
 
 Split boundaries depend on the vocabulary alone and no sum crosses rows, so a row's result does not depend on its batch.
-Logits are read once, in their own dtype, and everything is summed in fp32 in one order for sampling and for scoring.
-Expected, not measured: a row of V logits costs V * itemsize bytes, 0.07 us for 152k bf16 at 4.3 TB/s, and a call two
-launches; below about 100 rows the launches are what it costs.
+Logits are read once, in their own dtype. Sums are in fp32, in the same order for sampling and for scoring. Expected, not
+measured: a row of V logits costs V * itemsize bytes, 0.07 us for 152k bf16 at 4.3 TB/s, and a call costs two launches,
+which is most of it below about 100 rows.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -182,9 +182,10 @@ def _sample_rows(
 def sample(
     logits: Tensor, inverse_temperature: Tensor, greedy: Tensor | None, noise: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """As the reference: a row with a NaN, and one of nothing but -inf, has log-probability NaN and some valid token.
+    """As the reference; a row with a NaN, or of nothing but -inf, has log-probability NaN and some valid token.
 
-    The tokens are the reference's but where two sums tie to rounding; greedy ones always, the first of equal logits.
+    The tokens are the reference's, except where two sums tie to rounding. Greedy tokens are always the same: the first of
+    equal logits.
     """
     logits = launch.in_rows(logits)
     (rows, vocab), stride = logits.shape, logits.stride(0)

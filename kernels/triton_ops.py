@@ -1,4 +1,4 @@
-"""The tables of Triton kernels. Importing this imports Triton."""
+"""The tables of operations by Triton's kernels. Importing this file imports Triton."""
 
 from __future__ import annotations
 

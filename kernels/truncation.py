@@ -1,10 +1,10 @@
 """Top-k, top-p and min-p in Triton, exact and without a sort: bisection for the smallest logit kept, then one pass.
 
-One program searches a row, over the integers that order as its floats do: at most 32 readings of the row for top-k and
-32 for top-p, usually under 20 each, since it ends when no two tokens lie between the bounds. The row (0.6 MB for 152k
-fp32) comes from the L2 cache. A row that asks for nothing is not searched. Expected, not measured: compiled for an H200 a
-reading issues 5 instructions a token, and 9 to 11 where it adds up mass, which at 152k is 3 and 7 us of one multiprocessor,
-and with what it waits some 80 and 150 us a search, side by side for as many rows as there are multiprocessors.
+One program searches a row, over integers that have the same order as its floats. It reads the row at most 32 times for
+top-k and 32 for top-p, usually under 20 times each, since it ends when no two tokens lie between the bounds. The row (0.6
+MB for 152k fp32) comes from the L2 cache. A row that asks for nothing is not searched. Expected, not measured: compiled for
+an H200, a reading issues 5 instructions a token, and 9 to 11 where it adds up mass. At 152k that is 3 and 7 us of one
+multiprocessor, and with its waits some 80 and 150 us a search. As many rows as there are multiprocessors run side by side.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

@@ -1,12 +1,13 @@
 """What a user touches: the engine, its configuration, sampling parameters and outputs.
 
-Begin with ``engine``, the facade; ``assembly`` builds its parts as ``config`` says, ``sizing`` says how large.
+Begin with ``engine``, the facade. ``assembly`` builds its parts from ``config``, and ``sizing`` decides how large they are. Its
+methods hand on to ``generation``, ``updates`` and ``memory``; ``engine_state`` checks first that the engine is open and awake.
 
-- What comes in: ``prompts``, ``sampling_params``, ``requests``, ``user_values``; ``stop_strings``; patterns by
+- Input: ``prompts``, ``sampling_params``, ``requests``, ``user_values``; ``stop_strings``; and for regular expressions
   ``constraints``, ``regex`` and ``token_texts``.
-- What goes out: ``outputs``, ``handles``, ``stats``.
-- Who steps the core: ``loop``. Sleep and wake: ``memory``.
-- Weights: ``binding``, ``shell_builder``, ``updates``, ``external_weights``, ``loading``, ``verification``.
+- Output: ``outputs``, ``handles``, ``stats``.
+- Threads, and whose turn it is to run a step: ``loop``.
+- Weights: ``binding``, ``shell_builder``, ``external_weights``, ``loading``, ``verification``.
 - Adapters: ``adapters``, ``adapter_sources``.
 """
 

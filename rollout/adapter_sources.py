@@ -1,4 +1,7 @@
-"""Every adapter there is, wherever it comes from: the live model's, another model's, a folder's or a state dict's."""
+"""All adapters an engine knows, and when they change: those on the live model, and those loaded from elsewhere.
+
+A loaded adapter comes from another live model, a folder or a state dict.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from stoker.engine.adapters.slab import Packed, lies_on, pack
 from stoker.engine.device import runtime_for
 from stoker.engine.model import ModelShell
 from stoker.kernels.errors import EngineStateError, UnsupportedModelError
-from stoker.kernels.reference.lora import AdapterWeights
+from stoker.kernels.reference.adapter_weights import AdapterWeights
 from stoker.weight_sync.adapter_files import model_of, read_adapter
 from stoker.weight_sync.aliased_source import AliasedSource
 from stoker.weight_sync.naming import unwrap
@@ -38,10 +41,9 @@ _BY_NAME = ("_others", "_copies", "packed", "weights", "_layout", "_numbers")
 class AdapterSources:
     """Knows adapters by name, and notices when they change.
 
-    ``weights`` are all there are, as they were when last looked at; ``active`` those that the model ran then, in order, or
-    None where its layers ran different ones.
-    ``packed``: of those that were copied, the ones that do not lie on the engine's device. gathering: options of
-    ``MirroredSource`` for what other models hold in parts.
+    ``weights``: all adapters as of the last look. ``active``: the names that the model ran then, in order; None where its
+    layers ran different ones. ``packed``: of the adapters that were copied, those that are not on the engine's device.
+    gathering: options of ``MirroredSource``, for adapters of other models that are sharded.
     """
 
     def __init__(self, model: nn.Module, *, deterministic: bool, gathering: Mapping[str, Any]) -> None:
@@ -50,12 +52,12 @@ class AdapterSources:
         self.active: tuple[str, ...] | None = ()
         self.packed: dict[str, Packed] = {}
         self._others: dict[str, AdapterOfModel] = {}
-        self._in_step = True  # with the base: no pull of theirs has failed since
-        self._copies: dict[str, AdapterWeights] = {}  # those of none
-        # Adapters of the model that were active at once, by the name of that.
+        self._in_step = True  # with the base: the last pull did not fail
+        self._copies: dict[str, AdapterWeights] = {}  # loaded from no model: from a folder or a state dict
+        # Adapters of the model that were active together, by their joint name ("a+b").
         self._sums: dict[str, tuple[str, ...]] = {}
-        # As of the last look: which shell takes them, where all but copies lie, their numbers where these were read, and
-        # whether they changed with nobody told so far.
+        # As of the last look: the shell that runs them, where all but the copies lie, and their checksums where these were read.
+        # ``_changed``: whether they changed and nobody was told yet.
         self._shell: ModelShell | None = None
         self._layout: dict[str, object] | None = None
         self._numbers: dict[str, list[int]] | None = None
@@ -67,9 +69,9 @@ class AdapterSources:
     def look(self, shell: ModelShell, source: WeightSource, *, announced: bool, same: bool = False) -> None:
         """Take the adapters as they are now; ``take_changed`` then says whether there was a change.
 
-        source: of the shell's weights. announced: whoever asks takes them for changed anyway; their numbers are not read,
-        as nothing has been sampled with them when they are first looked at again. same: the model is the one of the last
-        look, so its adapters are the same tensors. Raises ``UnsupportedModelError``, and takes nothing, where the shell
+        source: of the shell's weights. announced: the caller treats them as changed anyway, so their numbers need not be read
+        now; that happens at the next look, before anything is sampled. same: the model has not changed since the last look,
+        so its adapters are the same tensors. Raises ``UnsupportedModelError``, and takes nothing, where the shell
         cannot run them.
         """
         before, moved = self._layout, False
@@ -89,7 +91,7 @@ class AdapterSources:
             self._changed |= (before is not None and moved) or (known is not None and known != self._numbers)
 
     def name_of(self, active: tuple[str, ...]) -> str | None:
-        """The name of the active adapters, joined by "+"; None for none. Raises ``UnsupportedModelError`` where another one has it."""
+        """The active adapters' name, joined by "+"; None for none. Raises ``UnsupportedModelError`` where another one has it."""
         name = "+".join(active)
         if len(active) > 1 and name in self.weights and self._sums.get(name) != active:
             raise UnsupportedModelError(
@@ -104,11 +106,11 @@ class AdapterSources:
         return changed
 
     def lie_elsewhere(self) -> None:
-        """Note that a mirror's memory is another one now, and with it the adapters among its weights."""
+        """Note that a mirror, and the adapters among its weights, now lie in other memory."""
         if self._layout is not None:
             self._layout = layout(self._changing())
 
-    # -- copies of what other models hold in parts -------------------------------------------------------------------
+    # -- copies of adapters of sharded models -------------------------------------------------------------------
 
     @property
     def _gathered(self) -> dict[str, AdapterCopies]:
@@ -116,7 +118,7 @@ class AdapterSources:
 
     @property
     def gathered(self) -> list[str]:
-        """The names of adapters that are gathered, in the order in which they are pulled: all ranks are to have the same."""
+        """The names of adapters that are gathered, in the order they are pulled in: it has to be the same on all ranks."""
         return list(self._gathered)
 
     def pull(self) -> int:
@@ -127,7 +129,7 @@ class AdapterSources:
         return written
 
     def refuse(self, error: Exception) -> None:
-        """Make other ranks fail too, which wait for this one in ``pull`` or ``mismatches``."""
+        """Make other ranks fail too, which would wait for this one in ``pull`` or ``mismatches``."""
         if (first := next(iter(self._gathered.values()), None)) is not None:
             first.refuse(error)
 
@@ -160,11 +162,11 @@ class AdapterSources:
         return sum(copies.nbytes for copies in self._gathered.values())
 
     def mismatches(self, used: Mapping[str, AdapterWeights], source: WeightSource) -> tuple[int, list[str]]:
-        """How many tensors were compared, and the names of those that are not what the models they are of hold now.
+        """How many tensors were compared, and the names of those that differ from what their models hold now.
 
-        Those in parts of the engine's model are compared by ``source``. used: by name, what slots hold; what is in none is
-        read from ``weights`` when it comes into one. Names of other models' tensors begin with the adapter's. Where a model
-        is sharded, it is called on all ranks together.
+        Sharded adapters of the engine's own model are compared by ``source``. used: the adapters in slots, by name; any other
+        is compared as ``weights`` has it, from which its slot would be filled. Names of other models' tensors begin with the
+        adapter's. Where a model is sharded, all ranks call this together.
         """
         checked, wrong = 0, list[str]()
         for name, copies in self._gathered.items():  # first, as other ranks wait for it
@@ -189,17 +191,17 @@ class AdapterSources:
             copies.take_again()
 
     def release(self) -> None:
-        """Hold none any more, and no shell."""
+        """Let go of all adapters, and of the shell."""
         self.weights, self.packed, self._others, self._copies, self._shell = {}, {}, {}, {}, None
 
-    # -- how it is done ----------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------
 
     def _changing(self) -> dict[str, AdapterWeights]:
-        """All adapters but those that were copied, which never change."""
+        """All adapters that can change: all but copies."""
         return {name: adapter for name, adapter in self.weights.items() if name not in self._copies}
 
     def _find(self, whole: Mapping[str, Tensor], announced: bool) -> dict[str, AdapterWeights]:
-        """The live model's adapters, and the sums of those that were active at once. whole: as for ``live_adapters``."""
+        """The live model's adapters, and the sums of those that were active together. whole: as for ``live_adapters``."""
         check_adapters(self._model)
         model = unwrap(self._model)
         adapters = live_adapters(model, whole)
@@ -208,7 +210,7 @@ class AdapterSources:
         except UnsupportedModelError:
             if announced:
                 raise
-            self.active = None  # another thread may be about to switch them: whoever asks for the live one is refused
+            self.active = None  # another thread may be switching them right now; requests for the live one are refused
         sums = {n: names for n, names in self._sums.items() if adapters.keys() >= set(names)}
         if self.active and len(self.active) > 1:
             sums.setdefault("+".join(self.active), self.active)
@@ -222,7 +224,7 @@ class AdapterSources:
         return adapters
 
     def _take(self, shell: ModelShell, found: dict[str, AdapterWeights]) -> bool:
-        """Check and keep them where they are others than before; returns whether they are."""
+        """Check and keep adapters that differ from those before; returns whether they do."""
         before, self._layout = self._layout, layout(found)
         moved = before != self._layout or shell is not self._shell
         if moved:
@@ -234,7 +236,7 @@ class AdapterSources:
                 self._layout = None
                 raise
             self.weights, self._shell = everything, shell
-            if not self._deterministic:  # where bits have to stay, whatever is loaded meanwhile
+            if not self._deterministic:  # or what is loaded meanwhile would change the bits of others
                 shell.lora.know(everything.values())
         return moved
 
@@ -250,7 +252,7 @@ class AdapterSources:
                 f"adapter {name!r} changes {outside[0]}, whose matmul is the model's own, and its bits depend on the batch: "
                 "not with deterministic=True"
             )
-        mine = _dtypes_of(adapter)  # which all others would have to be cast to, or it to theirs
+        mine = _dtypes_of(adapter)  # all adapters that run together have to have one dtype
         for other in known.values():
             if len(kinds := mine | _dtypes_of(other)) > 1:
                 raise UnsupportedModelError(
@@ -261,14 +263,14 @@ class AdapterSources:
     def load(self, name: str, given: Any, shell: ModelShell, source: WeightSource) -> None:
         """Know one more adapter, in place of a loaded one of that name. Raises ``UnsupportedModelError``.
 
-        given: as for ``read_adapter``. ``EngineStateError`` where what there is cannot be read meanwhile. Of a sharded model
-        all ranks do so together, and what one of them refuses no rank has.
+        given: as for ``read_adapter``. ``EngineStateError`` where weights are asleep, and cannot be read. For a sharded model
+        all ranks call this together, and where one of them refuses, none has the adapter.
         """
         sampled = self._numbers is not None
         ranks = ranks_of(model_of(given))
         with telling(*ranks):
             new, adapter, packed = self._read(name, given, shell, source)
-            # What is refused is refused here; and what changed until now would be forgotten below.
+            # Refusals come from here; and what has changed until now would be forgotten below.
             self.look(shell, source, announced=not sampled)
         agree(*ranks, alike=(name,))
         if isinstance(new, AdapterOfModel) and new.copies is not None:
@@ -284,9 +286,9 @@ class AdapterSources:
                     if packed is not None:
                         self.packed[name], adapter = packed, packed.adapter
                     self._copies[name] = adapter
-                self._layout = self._numbers = None  # with another adapter among them they say nothing of the others
-                self.look(shell, source, announced=not sampled)  # whether anything moved is for the next look to say
-            agree(*ranks)  # or one that had no memory for that would be alone in loading it once more
+                self._layout = self._numbers = None  # they are of the adapters before
+                self.look(shell, source, announced=not sampled)
+            agree(*ranks)  # or a rank that ran out of memory here would be alone in trying again
         except BaseException:
             vars(self).update(before)
             raise
@@ -294,7 +296,7 @@ class AdapterSources:
     def _read(
         self, name: str, given: Any, shell: ModelShell, source: WeightSource
     ) -> tuple[AdapterWeights | AdapterOfModel, AdapterWeights, Packed | None]:
-        """What ``read_adapter`` gives, its weights, and these packed where they lie elsewhere than on the device."""
+        """What ``read_adapter`` gives, its weights, and these packed where they are not on the device."""
         if (source.adapters and not source.resident) or not self.resident:
             raise EngineStateError("the weights are asleep: call wake_up(['weights']) first")
         dims = {n: tensor.dim() for n, tensor in source.tensors().items()}

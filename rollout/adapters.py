@@ -1,4 +1,4 @@
-"""The adapters an engine knows by name, their weights in its slots, and which one a request means."""
+"""Adapters as requests use them: their names, the slots their weights are in, and which one a request means."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stoker.kernels.errors import (
     RequestFailedError,
     StokerError,
 )
-from stoker.kernels.reference.lora import AdapterWeights
+from stoker.kernels.reference.adapter_weights import AdapterWeights
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.user_values import shown
 from stoker.weight_sync.adapter_files import model_of
@@ -53,7 +53,7 @@ def deleted(request: Request) -> RequestFailedError:
 
 
 class Adapters:
-    """Names, and weights in slots. Those on the live model are known by themselves."""
+    """Adapters by name, and their weights in slots. Those on the live model are found without being loaded."""
 
     def __init__(self, binding: ModelBinding) -> None:
         self._binding = binding
@@ -61,14 +61,14 @@ class Adapters:
         self._serials = count()
         self._known: dict[str, Adapter] = {}
         self._weights: dict[str, AdapterWeights] = {}
-        # By slot: in which shell, what, and the same on the device, which may be a copy in a slab.
+        # By slot: the shell, the adapter's weights, and the same weights on the device, which may be a copy in a slab.
         self._placed: dict[int, tuple[object, AdapterWeights, AdapterWeights]] = {}
         self._slabs: dict[int, Slab] = {}
         self._aliased: dict[str, tuple[AdapterWeights, bool]] = {}
-        self._fillings: dict[str, Filling] = {}  # of those that slots read where they are
+        self._fillings: dict[str, Filling] = {}  # of adapters that slots read in place
         self._dtypes: set[torch.dtype] = set()  # of all adapters' matrices
         self._casts: dict[torch.dtype, torch.dtype] = {}  # to what slots have instead
-        # What ``give_back`` has left, until all of it is there again: slots without their adapter, and bytes of copies.
+        # From ``give_back`` until ``take_again``: the slots that were emptied, and the bytes of the copies that were freed.
         self.emptied: set[int] = set()
         self.given_back = 0
 
@@ -87,7 +87,7 @@ class Adapters:
         return found
 
     def refresh(self) -> None:
-        """Take the live model's adapters as they are, and fill the slots of a shell that may be new. Nothing may be pending."""
+        """Take the live model's adapters, and fill the slots of the shell, which may be new. No step may be pending."""
         live = self._binding.adapters.weights
         for name in self._known.keys() - live.keys():
             self._forget(name)
@@ -97,20 +97,20 @@ class Adapters:
         if live is not self._weights:
             self._dtypes = {t.dtype for adapter in live.values() for link in adapter.links for t in link.matrices()}
         if (casts := self._casts_of(self._dtypes)) != self._casts:
-            for adapter in self.slots:  # first all of them: no slot may be left in another dtype than its neighbours
+            for adapter in self.slots:  # all of them first: no slot may have another dtype than its neighbours
                 shell.lora.put(adapter.slot, None)
             self._placed.clear()
             self._aliased.clear()
             self._fillings.clear()
             self._casts = casts
         self._weights = live
-        # Of others than these nothing is known, and nothing kept.
+        # What is known of adapters that are gone, or replaced, is dropped.
         self._aliased = {n: known for n, known in self._aliased.items() if known[0] is live.get(n)}
         self._fillings = {n: f for n, f in self._fillings.items() if f.is_of(shell.lora, live.get(n))}
         shell.lora.stacks.forget()
         asleep = bool(self.emptied) or not self._binding.resident
         for adapter in self.slots:
-            if asleep:  # what it would be made of may not be there: ``take_again`` fills the slot
+            if asleep:  # its weights may not be there: ``take_again`` fills the slot
                 self.emptied.add(adapter.slot)
                 self._placed.pop(adapter.slot, None)
             else:
@@ -118,12 +118,12 @@ class Adapters:
 
     @property
     def behind(self) -> bool:
-        """Whether adapters changed since ``refresh``, as where a change was cut off."""
+        """Whether adapters changed since ``refresh``, as after a change that was interrupted."""
         there = self._binding.adapters.weights
         return self._weights is not there or self._known.keys() != there.keys()
 
     def knows(self, adapter: Adapter | None) -> bool:
-        """Whether an adapter is still there, and no other one under its name."""
+        """Whether an adapter is still there, and has not been replaced by another of its name."""
         return adapter is None or self._known.get(adapter.name) is adapter
 
     def runnable(self, requests: Sequence[Request]) -> list[Request]:
@@ -143,7 +143,7 @@ class Adapters:
                 if (error := self._in_use(name, under_way, "replaced")) is not None:
                     raise error
             self._binding.load_adapter(name, source)
-        except Exception as refused:  # whatever a source may raise that is none
+        except Exception as refused:  # whatever somebody's object, given as a source, may raise
             return refused
         if name in self._known:
             self._forget(name)
@@ -176,7 +176,7 @@ class Adapters:
     def place(self, adapter: Adapter, *, changed: bool = False) -> None:
         """Put an adapter's weights into its slot, in place of another adapter's or of older ones.
 
-        changed: the base's numbers may be others now, and the adapter's too, if it is live.
+        changed: the base's numbers may have changed, and the adapter's too if it is live.
         """
         shell, weights, slot = self._binding.shell, self._weights[adapter.name], adapter.slot
         before = self._placed.get(slot, (None, None, None))
@@ -190,7 +190,7 @@ class Adapters:
         aliased = packed is None and self._is_aliased(adapter.name, weights)
         if there and (aliased or packed) and not shell.lora.derives(weights):
             return
-        self._placed.pop(slot, None)  # an exception below must not leave the slot for right
+        self._placed.pop(slot, None)  # after an exception below, the slot must not count as filled
         here = weights
         if aliased:
             self._drop_slab(slot)
@@ -217,7 +217,7 @@ class Adapters:
     def give_back(self) -> None:
         """Free the copies on the device. Adapters keep their slots; those of the trainer's stay where they lie.
 
-        Slots are emptied too of those that lie among weights which are given back.
+        Slots of adapters that lie among weights which are given back are emptied too.
         """
         self.given_back += sum(slab.nbytes for slab in self._slabs.values())
         known = self._binding.adapters
@@ -231,10 +231,10 @@ class Adapters:
             self._binding.shell.lora.put(slot, None)
             self._placed.pop(slot, None)
         self._slabs.clear()
-        self._fillings.clear()  # what is among those weights may lie elsewhere afterwards
+        self._fillings.clear()  # those weights may lie elsewhere afterwards
 
     def release(self) -> None:
-        """Hold no weights any more, and no shell."""
+        """Let go of all weights, and of the shell."""
         self._placed.clear()
         self._aliased.clear()
         self._fillings.clear()
@@ -247,7 +247,7 @@ class Adapters:
         self.given_back = 0
 
     def _is_aliased(self, name: str, weights: AdapterWeights) -> bool:
-        """Whether slots read its tensors where they are; asked once of tensors at the same places."""
+        """Whether slots read its tensors in place, without a copy. Found out once for each set of tensors."""
         known = self._aliased.get(name)
         if known is None or known[0] is not weights:
             source = self._binding.source
@@ -256,10 +256,10 @@ class Adapters:
         return known[1]
 
     def _casts_of(self, dtypes: Iterable[torch.dtype]) -> dict[torch.dtype, torch.dtype]:
-        """To what tensors of adapters are cast. dtypes: of their matrices.
+        """The casts of adapters' tensors, by dtype. dtypes: of their matrices.
 
-        Products are made in an adapter's dtype: it is the engine's where that is wider, and one for all, as kernels take no
-        other. The widest of several holds the numbers of all.
+        Kernels take one dtype for all adapters that run together: the widest there is, and the engine's own where that is
+        wider still.
         """
         wider = dict(self._binding.source.wider)
         as_run = {own: wider.get(own, own) for own in dtypes}
@@ -271,7 +271,9 @@ class Adapters:
         return weights.map(lambda t: t.to(casts.get(t.dtype, t.dtype))) if casts else weights
 
     def _forget(self, name: str) -> None:
-        adapter = self._known.get(name)  # until all else of it is gone: after an interrupt it is forgotten once more
+        adapter = self._known.get(
+            name
+        )  # known until all else of it is gone, so that an interrupted call can be repeated
         if adapter is None:
             return
         self._aliased.pop(name, None)

@@ -1,4 +1,4 @@
-"""Builds the parts of an engine from its configuration and its model."""
+"""Builds the parts of a ``RolloutEngine`` from its configuration and its model, and checks what it was given."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ def on_all_ranks(model: nn.Module, config: EngineConfig) -> Iterator[None]:
     with telling(*ranks):
         yield
     dtype = str(config.dtype).removeprefix("torch.")
-    sent = f"{dtype}, {config.quantization}, {config.gather_memory}"  # what a gather sends, and how much at a time
+    sent = (
+        f"{dtype}, {config.quantization}, {config.gather_memory}"  # ranks have to gather the same, in the same pieces
+    )
     agree(*ranks, alike=(sent,))
 
 
@@ -110,7 +112,9 @@ def core(
         binding.ops,
         runtime,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=min(config.max_num_batched_tokens, kv.num_blocks * block_size),  # each has a place there
+        max_num_batched_tokens=min(
+            config.max_num_batched_tokens, kv.num_blocks * block_size
+        ),  # no more fit in the cache
         max_blocks=min(-(-model_len // block_size), kv.num_blocks),
         block_size=block_size,
         token_bytes=max(shape.token_bytes for shape in binding.shapes),
@@ -156,7 +160,7 @@ def requests(
     loop: Loop,
     tokenizer: Any,
 ) -> RequestMaker:
-    """What makes requests of prompts, and outputs of requests."""
+    """What turns prompts into requests, and requests into outputs."""
     vocab = binding.shell.vocab
     return RequestMaker(
         tokenizer=tokenizer,

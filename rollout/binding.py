@@ -1,4 +1,4 @@
-"""Binds a live model to the shell that runs on its weights: where weight_sync and engine meet."""
+"""Binds a live model to the shell that runs on its weights, and keeps them together: where weight_sync and engine meet."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ from stoker.weight_sync.source import WeightSource, source_for
 class ModelBinding:
     """Keeps a shell bound to the model as it is now, through whatever the trainer does to it.
 
-    dtype, device: the engine's (``torch.dtype``, ``torch.device``); "auto" is the model's. kv_dtype: what keys and values
-    are kept in; None: in what the model computes them. in_fp8: fused layers multiply by weights that are rounded. Raises
-    ``UnsupportedModelError`` where the weights can be neither borrowed nor copied. Nothing of the model is changed before
-    ``fuse``.
+    dtype, device: the engine's (``torch.dtype``, ``torch.device``); "auto" is the model's. kv_dtype: of the KV cache; None is
+    the dtype in which the model computes keys and values. in_fp8: fused layers multiply by rounded weights. Raises
+    ``UnsupportedModelError`` where the weights can be neither borrowed nor copied. The model is not changed before ``fuse``.
     """
 
     def __init__(
@@ -81,13 +80,13 @@ class ModelBinding:
         self.rounded: Fp8Weights | None = None
         self._seen: tuple[Tree, Switches] | None = None  # the model when last looked at, where it is whole
         self._kinds: dict[str, type] = kinds(self.source.module)
-        self._refill = False  # the memory of weights that was given back
-        self._changed = False  # while it was; nobody was told so far
-        self.held_elsewhere = True  # whether somebody else has the model, to train it without a word
-        self._stream: Any = None  # under which something was last done with the weights
+        self._refill = False  # whether waking fills weights that slept from the model, and not from host memory
+        self._changed = False  # weights changed, and ``notice`` has not said so yet
+        self.held_elsewhere = True  # whether somebody else has the model, and may train it without telling the engine
+        self._stream: Any = None  # the stream in which the weights were last used
 
     def build(self, max_model_len: int) -> None:
-        """Make the shell, and see what its layers store of a token. Ranks of a sharded trainer do so together."""
+        """Make the shell, and find what its layers store for a token. Ranks of a sharded trainer call this together."""
         self.shell = self._shells.make(self.source, max_model_len)
         self.in_order()
         self.source.pull()
@@ -125,9 +124,9 @@ class ModelBinding:
     def refresh(self) -> int:
         """Take the weights as they are now; returns the bytes that were written.
 
-        What a glance at the model misses (``Tree.looks_same``, ``Switches.looks_same``) is left to ``notice``, which has to
-        come before anything runs. Raises ``WeightsMovedError`` or ``UnsupportedModelError`` where that cannot be; the binding
-        then keeps the old shell, and goes on failing.
+        This takes a quick look (``Tree.looks_same``, ``Switches.looks_same``); what that misses is left to ``notice``, which has
+        to come before anything runs. Raises ``WeightsMovedError`` or ``UnsupportedModelError`` where the engine cannot run on
+        the weights; the binding then keeps the old shell, and goes on failing.
         """
         with self.together():
             same = self._looks_as_seen()
@@ -135,7 +134,7 @@ class ModelBinding:
             anew = self._made_anew() if moved else None
             if anew and anew[0] is self.source:
                 self._succeed(*anew)
-                self._changed = True  # where a later line raises, nobody is told
+                self._changed = True  # or nobody would be told, should a later line raise
             elif not moved:
                 self._look_at_adapters(same=same)
                 self._remember()
@@ -149,7 +148,7 @@ class ModelBinding:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Context manager for what comes before a gather: where this rank fails, so do the others, which would wait for it."""
+        """Context manager for what comes before a gather: where this rank fails, the others fail too, and do not wait for it."""
         try:
             yield
         except Exception as error:
@@ -159,7 +158,7 @@ class ModelBinding:
             raise
 
     def rebind(self) -> None:
-        """Take the weights as they are now, where the model has ``moved``; without another rank.
+        """Take the weights as they are now, where the model has ``moved``, without help of other ranks.
 
         Raises ``WeightsMovedError`` as ``check_alone``.
         """
@@ -168,7 +167,7 @@ class ModelBinding:
         if source is not self.source:
             source.pull()
             if isinstance(self.source, AliasedSource) and not self.source.complete:
-                source.spoil()  # these are the trainer's, in parts old and new: that they are right an update says
+                source.spoil()  # they are partly old and partly new, until an update says that they are right
         self._succeed(source, shell)
 
     def check_alone(self) -> None:
@@ -180,7 +179,7 @@ class ModelBinding:
             )
 
     def _made_anew(self) -> tuple[WeightSource, ModelShell]:
-        """A new source of the model as it is now, from which nothing was pulled yet, and a shell over it."""
+        """A source of the model as it is now, from which nothing was pulled yet, and a shell over it."""
         if not is_sharded(self.model):  # then these parameters are not its any more
             self.source.check()
         source = self._source_now() if self._needs_new_source() else self.source
@@ -196,10 +195,10 @@ class ModelBinding:
         return source, shell
 
     def _succeed(self, source: WeightSource, shell: ModelShell, ranks: Ranks = ALONE) -> None:
-        """Run on this source and shell from now on. ranks: those that do so together; where one cannot, none does."""
+        """Run on this source and shell from now on. ranks: those that call this together; where one of them fails, all do."""
         kept, dropped = self.source, source
         try:
-            with telling(*ranks):  # the others may gather what passes through meanwhile
+            with telling(*ranks):  # the others may be gathering meanwhile
                 if isinstance(source, AliasedSource) and isinstance(self.source, AliasedSource):
                     source.succeed(self.source)
                 fused = self._shells.fuse(shell, source, self.ops)
@@ -221,23 +220,23 @@ class ModelBinding:
     def _needs_new_source(self) -> bool:
         """Whether what has ``moved`` takes a new source.
 
-        Where a setting alone has changed it does not: another copy would take as much memory again, and lack what came from
-        elsewhere. But layers are compared with their fused form on weights that are all there.
+        A changed setting alone does not: another copy of the weights would take as much memory again, and lack those that came
+        from elsewhere. But it does where not all weights are there, since fused layers are compared with their originals on them.
         """
         source = self.source
         return source.moved(unwrap(self.model)) or bool(source.passing) or not source.complete
 
     def _has_moved(self) -> bool:
-        """``moved``, of the modules that the shell was made for; another model is another shell's."""
+        """``moved``, and a check that the modules still are of the classes that the shell was made for."""
         if unwrap(self.model) is self.source.module:
             check_kinds(self.source.module, self._kinds)
         return self.moved()
 
     def notice(self) -> bool:
-        """Take changes nobody announced, as far as that needs no other rank; returns whether there were any.
+        """Take changes that nobody announced; returns whether there were any.
 
-        Raises ``WeightsMovedError`` where it does: the model was sharded since the last update, or a setting of it has changed and
-        its weights are not all there.
+        Raises ``WeightsMovedError`` where that needs other ranks: the model was sharded since the last update, or one of its
+        settings has changed and its weights are not all there.
         """
         same = self._is_as_seen()
         moved = not same and self._has_moved()
@@ -252,16 +251,16 @@ class ModelBinding:
         return self.adapters.take_changed() or moved or changed
 
     def _is_as_seen(self) -> bool:
-        """Whether the model is the one looked at last, but for numbers: what a thousand parameters can be asked in no time."""
+        """Whether the model is as it was at the last look. Quick: numbers in tensors are not compared."""
         return self._seen is not None and all(part.same() for part in self._seen) and not self.shell.settings.changed
 
     def _looks_as_seen(self) -> bool:
-        """``_is_as_seen`` at a glance, which may miss details."""
+        """As ``_is_as_seen``, quicker still: it may miss details."""
         return self._seen is not None and all(part.looks_same() for part in self._seen)
 
     def _remember(self) -> None:
-        """Note what the model is like, where the shell is known to be bound to it."""
-        # Shards come and go with every forward pass, and layers that run different adapters are about to be others.
+        """Remember the model as it is now, where the shell is known to be bound to it."""
+        # Not of a sharded one: shards come and go with every forward pass. Nor while adapters are being switched.
         if self._seen is None and not is_sharded(self.model) and self.adapters.active is not None:
             self._seen = Tree(self.model), Switches(self.model)
 
@@ -284,7 +283,7 @@ class ModelBinding:
 
     @property
     def _keepers(self) -> list[WeightSource | AdapterSources | Fp8Weights]:
-        """The parts that hold memory of the engine's own."""
+        """The parts that hold memory which is the engine's own."""
         return [self.source, self.adapters] if self.rounded is None else [self.rounded, self.source, self.adapters]
 
     @property
@@ -303,19 +302,22 @@ class ModelBinding:
         return sum(keeper.nbytes for keeper in self._keepers)
 
     def derive(self) -> int:
-        """Make rounded weights anew of those that have changed; returns the bytes that were written."""
+        """Round those weights anew that have changed; returns the bytes that were written."""
         if self.rounded is None:
             return 0
         self._watch()
         return self.rounded.refresh()
 
     def _watch(self) -> None:
-        """Have ``notice`` see every change of the trainer's tensors from now on: rounded ones do not follow them."""
+        """Have ``notice`` see every change of the trainer's tensors from now on: rounded copies do not follow by themselves."""
         if self.rounded is not None and isinstance(self.source, AliasedSource):
             self.source.catch_up()
 
     def give_back(self, *, drop: bool) -> None:
-        """Give the memory of the engine's own weights back. What ``take_again`` could not fill goes to host memory, unless ``drop``."""
+        """Free the memory of the engine's own weights.
+
+        Those that ``take_again`` could not fill from the model are kept in host memory, unless ``drop``.
+        """
         self._refill = not drop and self.source.at_hand
         self._give_back_weights(drop=drop or self._refill)
         self.adapters.give_back(drop=drop)
@@ -326,7 +328,7 @@ class ModelBinding:
         self.source.give_back(drop=drop)
 
     def take_again(self) -> None:
-        """Take the weights' memory again. Adapters in it may lie elsewhere, and are the same."""
+        """Take the weights' memory again. Adapters in it are the same, and may lie at other addresses."""
         self.in_order()
         self.source.take_again()
         self.adapters.take_again()
@@ -337,30 +339,30 @@ class ModelBinding:
             try:
                 self._changed |= self.source.fill()
                 if self.rounded is not None and not isinstance(self.source, AliasedSource):
-                    self.rounded.refresh()  # what does not pass through was rounded before it was there
-            except BaseException:  # an interrupt, say: memory without its numbers must not pass for weights
+                    self.rounded.refresh()  # some were rounded before their weights were there again
+            except BaseException:  # an interrupt, say: memory that was not filled must not pass for weights
                 self._give_back_weights(drop=True)
                 raise
 
     def woken(self) -> None:
-        """Have ``notice`` tell whether weights changed since the last look: what waking made of them is of those of now."""
+        """Look whether weights changed while they slept, for ``notice`` to tell: what waking derived is of the new ones."""
         if (self.rounded is not None or self.adapters.weights) and self.resident:
-            with suppress(StokerError):  # which the next look says again
+            with suppress(StokerError):  # the next look raises it again
                 self._changed |= isinstance(self.source, AliasedSource) and self.source.catch_up()
                 self._look_at_adapters(announced=False, same=self._is_as_seen())
 
     def check_ready(self) -> None:
-        """Raise ``EngineStateError`` where the weights are in parts old and new."""
+        """Raise ``EngineStateError`` where the weights are incomplete: dropped, or partly old and partly new."""
         if not (self.source.complete and self.adapters.complete):
             raise EngineStateError(
                 "the weights are incomplete since an update failed or sleep(level=3) dropped them: call update_weights()"
             )
 
     def in_order(self) -> None:
-        """Order streams: what is launched from now on runs after all that was launched to read or write these weights.
+        """Order streams: whatever is launched from now on runs after all earlier reads and writes of these weights.
 
-        Every turn at the engine begins with this: steps and updates may be under streams of their own, and the trainer's steps
-        are in that of the update after them.
+        Every turn at the engine begins with this, since steps and updates may come under different streams. The trainer's steps
+        are in the stream of the update that follows them.
         """
         stream: Any = torch.get_device_module(self.source.device).current_stream(self.source.device)
         if self._stream is not None and stream != self._stream:
@@ -368,11 +370,11 @@ class ModelBinding:
         self._stream = stream
 
     def release(self) -> None:
-        """Give the model's parameters storages of their own again, and hold none that they had: nothing runs any more."""
+        """Give the model's parameters storages of their own again, and let go of those they had. Nothing can run afterwards."""
         self.adapters.release()
         if self.rounded is not None:
             self.rounded.release()
         self.wholes, self.rounded = {}, None
         if (shell := vars(self).pop("shell", None)) is not None:
             release_layers(shell)
-        self.source.release()  # last: each piece of memory now goes with the last parameter that lies in it
+        self.source.release()  # last: from here on each piece of memory lives as long as the parameters in it

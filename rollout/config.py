@@ -1,4 +1,4 @@
-"""How an engine is set up: validated once, then frozen."""
+"""``EngineConfig``: an engine's settings, validated once and then frozen."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 class EngineConfig:
     """Settings of a ``RolloutEngine``.
 
-    - dtype: compute dtype, a ``torch.dtype`` of 16 bits or more, or its name. ``"auto"`` is the model's own. In another
-      one the engine keeps a copy of the weights, which ``update_weights`` refreshes. device: ``"auto"`` is where the
+    - dtype: compute dtype, a ``torch.dtype`` of 16 bits or more, or its name. ``"auto"`` is the model's own. For any other
+      the engine keeps a copy of the weights, which ``update_weights`` refreshes. device: ``"auto"`` is where the
       model is (``from_pretrained``: CUDA if there is one).
     - max_num_seqs: most sequences in one step. max_num_batched_tokens: most tokens in one step (the prefill chunk).
     - max_model_len: most tokens of prompt plus completion; None is the model's ``max_position_embeddings``.
@@ -37,9 +37,9 @@ class EngineConfig:
       step then reads half of what one in 16 bits does; prompts are computed on the same rounded weights, and
       log-probabilities are those of that model. Embeddings, head, routers and norms stay as they are, and so does a layer
       that runs the model's own code. On CUDA from compute capability 8.9 on; on a CPU it works, and slows down.
-    - enable_prefix_caching: have the blocks of a prompt serve others with the same beginning, also after it has ended.
-    - decode_window: most decode steps run between two looks of the scheduler.
-    - use_graphs: capture decode steps in CUDA graphs. ``"auto"`` does where that can be; True refuses where it cannot.
+    - enable_prefix_caching: reuse the blocks of a prompt for others that begin with the same tokens, also after it has ended.
+    - decode_window: most decode steps that run before the scheduler plans again.
+    - use_graphs: capture decode steps in CUDA graphs. ``"auto"`` does so where possible; True raises an error where it is not.
     - deterministic: a request's tokens and log-probabilities are the same to the last bit alone and among any others,
       chunked, preempted or found in the prefix cache. On CUDA, for models whose layers are all fused, with experts where
       their router is a known one; somewhat slower.

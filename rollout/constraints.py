@@ -1,4 +1,4 @@
-"""Regular expressions as automata over the tokens of a tokenizer, made once and then followed by the device alone."""
+"""Turns regular expressions into automata over a tokenizer's tokens: made once on the host, then followed on the device."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _Functions = tuple[NDArray[np.int32], NDArray[np.int16]]
 
 @dataclass(slots=True)
 class ConstraintMaker:
-    """Constraints of one tokenizer and vocabulary. Those used last are kept, where those of requests leave room."""
+    """Makes constraints for one tokenizer and vocabulary. Those used last are kept, as far as there is room."""
 
     tokenizer: Any
     vocab: int
     _texts: tuple[int, TokenTexts] | None = None  # with how many tokens the tokenizer had
-    _made: WeakValueDictionary[object, Constraint] = field(default_factory=WeakValueDictionary)  # all there are
+    _made: WeakValueDictionary[object, Constraint] = field(default_factory=WeakValueDictionary)  # all in existence
     _last: OrderedDict[object, Constraint] = field(default_factory=OrderedDict)
     _lock: Any = field(default_factory=Lock)
 
     def __call__(self, regex: str, ends: frozenset[int], excluded: frozenset[int]) -> Constraint:
-        """The constraint whose completions match ``regex`` and end by one of the ids ``ends``, which come nowhere else.
+        """The constraint whose completions match ``regex`` and end with one of the ids ``ends``, which occur nowhere else.
 
         excluded: ids that are never sampled. Raises ``InvalidRequestError``.
         """
@@ -60,11 +60,11 @@ class ConstraintMaker:
             return found
 
     def _make_room(self, regex: str, wanted: int) -> None:
-        """Forget patterns, those used last at the end, until there is room for ``wanted`` bytes more."""
+        """Forget patterns, the least recently used first, until there is room for ``wanted`` bytes more."""
         while self._bytes() + wanted > MOST_TOGETHER and self._last:
             self._last.popitem(last=False)
         if self._bytes() + wanted > MOST_TOGETHER:
-            gc.collect()  # requests that are done
+            gc.collect()  # finished requests may still hold some
         if self._bytes() + wanted > MOST_TOGETHER:
             raise InvalidRequestError(
                 f"regex={shown(regex)}: its table of {wanted / 2**20:.1f} MiB and those of the other patterns of requests are more "
@@ -86,8 +86,8 @@ def token_automaton(
 ) -> NDArray[np.int16]:
     """The table of a ``Constraint``.
 
-    A token does to the states what its bytes do one after the other, a function of them; tokens that share it, and few do
-    not, are a class. Those that lead where no sequence of tokens can come to a match any more are refused.
+    A token moves each state to another one, as its bytes do one after the other. Tokens that move all states alike, as most
+    share that with others, form a class. Tokens after which no match is possible any more are refused.
     """
     vocab = len(texts.later.length)
     text = texts.later.length > 0
@@ -110,7 +110,7 @@ def token_automaton(
 def _functions(
     regex: str, steps: NDArray[np.int16], of_byte: NDArray[np.int32], texts: Texts, text: NDArray[np.bool_]
 ) -> _Functions:
-    """(each token's function of the states, [V]; these functions, [F, S]). The first one leads nowhere but to ``DEAD``."""
+    """(the number of each token's function of the states, [V]; these functions, [F, S]). The first leads only to ``DEAD``."""
     functions = list(np.stack((np.full(steps.shape[1], DEAD), np.arange(steps.shape[1]))).astype(np.int16))
     numbers = {function.tobytes(): number for number, function in enumerate(functions)}
     function_of = text.astype(np.int32)
@@ -152,7 +152,7 @@ def _packed(
     class_of: NDArray[np.int32],
     ends: NDArray[np.bool_],
 ) -> NDArray[np.int16]:
-    """The table of ``ConstraintRows``, with the states alone that a completion can be in."""
+    """The table of ``ConstraintRows``, with only those states that a completion can be in."""
     after: list[list[int]] = [np.unique(row[row != DEAD]).tolist() for row in table]
     before: list[list[int]] = [[] for _ in after]
     for state, targets in enumerate(after):
@@ -167,7 +167,7 @@ def _packed(
         )
     number = np.full(len(table), REFUSED, dtype=np.int16)
     number[kept] = np.arange(FIRST, FIRST + len(kept))
-    number[DEAD] = REFUSED  # which no token leads to by its name as the state before the first
+    number[DEAD] = REFUSED  # it has the number of the state before the first token, to which no token leads
     table, accepting = number[table[kept]], accepting[kept]
     goes_on = (table != REFUSED).any(1)
     table[:, ends] = np.where(accepting, np.where(goes_on, MAY_END, FREE), REFUSED)[:, None]

@@ -12,19 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from stoker.engine.device import runtime_for
-from stoker.engine.request import Request
-from stoker.engine.request_scores import Scoring
 from stoker.kernels.errors import EngineStateError, InvalidRequestError
 from stoker.rollout import assembly, sizing
 from stoker.rollout.adapters import LIVE, AdapterChoice, Adapters
 from stoker.rollout.config import EngineConfig
+from stoker.rollout.engine_state import EngineState
+from stoker.rollout.generation import Generation
 from stoker.rollout.handles import RolloutHandle, wait
 from stoker.rollout.loading import load_model
 from stoker.rollout.loop import Loop
 from stoker.rollout.memory import TAGS, EngineMemory, check_tags, tags_of
 from stoker.rollout.outputs import RolloutBatch, TokenLogprobs
-from stoker.rollout.prompts import Prompt, Prompts, read_prompts, tokenizer_of
-from stoker.rollout.requests import params_per_prompt, read_sequences, token_logprobs
+from stoker.rollout.prompts import Prompt, Prompts, tokenizer_of
 from stoker.rollout.sampling_params import SamplingParams
 from stoker.rollout.stats import EngineStats, stats_of
 from stoker.rollout.updates import WeightUpdates
@@ -52,7 +51,6 @@ class RolloutEngine:
         assembly.check_arguments(model, config, tokenizer)
         self.config = config or EngineConfig()
         self.processor, self.tokenizer = tokenizer, tokenizer_of(tokenizer)
-        self._closed = False
         try:
             with in_step(model):
                 with assembly.on_all_ranks(model, self.config):
@@ -79,6 +77,10 @@ class RolloutEngine:
         self._requests = assembly.requests(
             self.config, self._binding, self._kv, self.max_model_len, self.core, self._loop, self.tokenizer
         )
+        self._state = EngineState(self._loop, self._memory)
+        self._generation = Generation(
+            self._requests, self._adapters, self._updates, self._loop, self._state, self.processor
+        )
         self._binding.fuse()
         self.core.runner.bind(self._binding.shell)
         self._adapters.refresh()
@@ -95,9 +97,8 @@ class RolloutEngine:
         config = config or EngineConfig()
         model, tokenizer = load_model(path, config, tokenizer)
         engine = cls(model, config=config, tokenizer=tokenizer)
-        engine._binding.held_elsewhere = (
-            False  # or each request that finds the engine idle would read all weights first
-        )
+        # Nobody trains it: or each request that finds the engine idle would read all weights first.
+        engine._binding.held_elsewhere = False
         return engine
 
     # -- generation ----------------------------------------------------------------------------------------------
@@ -127,22 +128,7 @@ class RolloutEngine:
         carries its error in its output; the others go on. After an interrupt (Ctrl-C) the engine is usable and holds no
         block of the call.
         """
-        self._check_ready()
-        self._loop.check_not_paused()
-        self._loop.settle()  # what requests hold whose handles were dropped counts no more
-        read = read_prompts(prompts, attention_mask, self.processor)
-        params = params_per_prompt(sampling_params, len(read))
-        self._requests.check_prompts(read, params)
-        by_prompt: list[tuple[list[Request], Scoring | None]] = []
-
-        def make() -> list[Request]:
-            self._check_ready()
-            self._updates.before_requests()
-            by_prompt.extend(self._requests.for_generation(read, params, self._adapters.resolve(adapter, len(read))))
-            return [r for requests, _ in by_prompt for r in requests]
-
-        self._loop.run("generate_batch", make, progress_bar=progress_bar)
-        return RolloutBatch([self._requests.output(r, *made) for r, made in zip(read, by_prompt, strict=True)])
+        return self._generation.generate(prompts, sampling_params, attention_mask, adapter, progress_bar)
 
     @torch.inference_mode(False)
     def score(
@@ -174,27 +160,9 @@ class RolloutEngine:
         Raises as ``generate_batch`` does, naming the sequence. Where the model gives NaN, that sequence has NaN there
         and carries an ``error``; the others do not.
         """
-        self._check_ready()
-        self._loop.check_not_paused()
-        read, first = read_sequences(sequences, attention_mask, start, self.processor)
-        variant = self._requests.variant(temperature, top_k)
-        self._requests.check_sequences(read, first, isinstance(sequences, RolloutBatch))
-        requests: list[Request] = []
-
-        def make() -> list[Request]:
-            self._check_ready()
-            self._updates.before_requests()
-            requests.extend(
-                self._requests.for_scoring(read, first, variant, self._adapters.resolve(adapter, len(read)))
-            )
-            return requests
-
-        self._loop.run("score", make, progress_bar=progress_bar)
-        return [
-            token_logprobs(sequence, r.scoring, entropy=entropy, error=r.error)
-            for (sequence, _), r in zip(read, requests, strict=True)
-            if r.scoring is not None
-        ]
+        return self._generation.score(
+            sequences, attention_mask, start, temperature, top_k, entropy, adapter, progress_bar
+        )
 
     @torch.inference_mode(False)
     def submit(
@@ -211,17 +179,7 @@ class RolloutEngine:
         cache: a next turn, prompt and completion and tool output together, costs little more than its new tokens.
         sampling_params, adapter: as for ``generate_batch``. Raises as that does, before any work starts.
         """
-        self._check_ready()
-        self._loop.settle()
-        read, params = read_prompts([prompt], None, self.processor), params_per_prompt(sampling_params, 1)
-        self._requests.check_prompts(read, params)
-        with self._loop.gate("submit"):
-            self._check_ready()
-            self._updates.before_requests(idle_only=True)
-            ((requests, scoring),) = self._requests.for_generation(read, params, self._adapters.resolve(adapter, 1))
-            handle = RolloutHandle(self._loop, requests, partial(self._requests.output, read[0], requests, scoring))
-            self._loop.add("submit", requests)
-        return handle
+        return self._generation.submit(prompt, sampling_params, adapter)
 
     def wait(
         self, handles: Iterable[RolloutHandle], *, share: float = 1.0, timeout: float | None = None
@@ -241,7 +199,7 @@ class RolloutEngine:
         them, with the tokens they have. New requests queue until ``resume``, and those of other threads do not look at the
         weights before it.
         """
-        self._check_open()
+        self._state.check_open()
         if mode not in ("keep", "wait", "abort"):
             raise InvalidRequestError(f"mode={shown(mode)}: give 'keep', 'wait' or 'abort'")
         self._loop.pause(mode)
@@ -255,9 +213,9 @@ class RolloutEngine:
         that are incomplete.
         """
         with self._loop.gate("resume"):
-            self._check_open()
+            self._state.check_open()
             if self._loop.has_work("resume"):
-                self._check_ready()
+                self._state.check_ready()
                 self._binding.check_ready()
                 self._updates.notice(recompute=recompute)
             self._loop.resume(recompute=recompute)
@@ -289,7 +247,7 @@ class RolloutEngine:
         be borrowed; the engine then refuses to generate. Of hundreds of modules it looks at some: whatever runs next looks
         at all, and takes what else was changed, under this version, or refuses it.
         """
-        self._updates.update(weights, version, partial(self._check_weights, "update its weights"))
+        self._updates.update(weights, version, partial(self._state.check_weights, "update its weights"))
         return self.weight_version
 
     @property
@@ -307,7 +265,7 @@ class RolloutEngine:
         process; weights that ``sleep(level=3)`` dropped are mismatched until a rollout or an update takes them anew.
         Raises ``EngineStateError`` while the weights sleep.
         """
-        return self._updates.verify(partial(self._check_weights, "verify its weights"))
+        return self._updates.verify(partial(self._state.check_weights, "verify its weights"))
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -327,14 +285,14 @@ class RolloutEngine:
         ``EngineStateError`` where requests use the adapter of that name, and while the weights of a trainer that shards
         adapters sleep. Nothing is changed then.
         """
-        self._updates.load_adapter(name, source, self._check_open)
+        self._updates.load_adapter(name, source, self._state.check_open)
 
     def unload_adapter(self, name: str) -> None:
         """Forget the adapter loaded as ``name``.
 
         Raises ``InvalidRequestError`` where there is none, ``EngineStateError`` while requests use it.
         """
-        self._updates.unload_adapter(name, self._check_open)
+        self._updates.unload_adapter(name, self._state.check_open)
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -351,7 +309,7 @@ class RolloutEngine:
         """
         chosen = tags_of(level, tags)
         with self._loop.gate("sleep"):
-            self._check_open()
+            self._state.check_open()
             self._loop.check_idle("sleep")
             self._loop.do("sleep", lambda: self._memory.sleep(chosen, drop_weights=level == 3))
 
@@ -363,7 +321,7 @@ class RolloutEngine:
         slept, they still hold. Raises ``EngineStateError`` where memory is short; it can be tried again.
         """
         with self._loop.gate("wake up"):
-            self._check_open()
+            self._state.check_open()
             self._memory.wake(TAGS if tags is None else check_tags(tags))  # nothing runs while any of it sleeps
 
     @contextmanager
@@ -397,10 +355,10 @@ class RolloutEngine:
     def close(self) -> None:
         """Free everything and give the model's weights storages of their own again. The engine is of no use after."""
         with self._loop.gate("close"):
-            if not self._closed:
+            if not self._state.closed:
                 self._loop.do("close", self.core.abort_all)
                 self._memory.sleep(TAGS, drop_weights=True)
-                self._closed = True
+                self._state.closed = True
             self.core.release()  # or whoever keeps the engine would keep the memory that parameters lay in
             self._adapters.release()
             self._binding.release()  # which may break off, and goes on when called again
@@ -420,24 +378,6 @@ class RolloutEngine:
     def __repr__(self) -> str:
         source = self._binding.source
         states = "asleep" if self.is_sleeping else None, self._loop.pause_now
-        now = ["closed"] if self._closed else [state for state in states if state]
+        now = ["closed"] if self._state.closed else [state for state in states if state]
         what = [type(source.module).__name__, source.kind, str(source.device), f"weight version {self.weight_version}"]
         return f"{type(self).__name__}({', '.join([*what, *now])})"
-
-    # -- states --------------------------------------------------------------------------------------------------
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineStateError("the engine is closed: build a new one")
-
-    def _check_weights(self, action: str, *, idle: bool = True) -> None:
-        self._check_open()
-        if idle:
-            self._loop.check_idle(action)
-        if "weights" in self._memory.asleep:
-            raise EngineStateError("the weights are asleep: call wake_up(['weights']) first")
-
-    def _check_ready(self) -> None:
-        self._check_open()
-        if self._memory.asleep:
-            raise EngineStateError(f"the engine is asleep ({', '.join(self._memory.asleep)}): call wake_up() first")

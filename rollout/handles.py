@@ -1,4 +1,4 @@
-"""The handles that callers hold of what they submitted, and waiting for many of them."""
+"""``RolloutHandle``, which ``submit`` returns: a request's results as they come, and waiting for many handles at once."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ class RolloutHandle:
         self._loop.abort(self._requests)
 
     def poll(self) -> list[RolloutChunk]:
-        """New tokens since the last poll, without stepping the engine: for whoever follows many handles at once.
+        """New tokens since the last poll, without stepping the engine: for callers that follow many handles at once.
 
-        ``done`` that was true before the poll says that there will be no more.
+        Where ``done`` was true before the poll, there will be no more.
         """
         return list(self._news(self._polled))
 
@@ -121,7 +121,7 @@ class RolloutHandle:
 
 
 def abort(handles: Iterable[RolloutHandle]) -> None:
-    """Abort several handles in one turn: each turn costs those that are left a step."""
+    """Abort several handles in one turn: with a turn for each, those that go on would wait a step each time."""
     several = list(handles)
     for handle in several:
         handle._loop.abandon(handle._requests)
@@ -153,7 +153,7 @@ def wait(
         enough, timeout = len(all_handles), 0.0
     left, most = list(all_handles), len(all_handles) - enough
 
-    def reached() -> bool:  # asked after every step: so many that are not done will do, of the last, which finish last
+    def reached() -> bool:  # asked after every step: it looks only at as many unfinished ones as it takes to say no
         found: list[RolloutHandle] = []
         while left and len(found) <= most:
             handle = left.pop()

@@ -1,4 +1,4 @@
-"""Reads models from folders, or their tensors alone, through transformers, which maps names in files to its own."""
+"""Reads models, or only their tensors, from folders. Transformers does it, since it maps names in files to those of modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("stoker")
 
 @contextmanager
 def _whole_models() -> Iterator[None]:
-    """Context manager: ``from_pretrained`` loads whole models, also where a trainer has told transformers to part them (ZeRO-3)."""
+    """Context manager: ``from_pretrained`` loads whole models, even where a trainer has told transformers to shard them (ZeRO-3)."""
     settings: Any = deepspeed
     trainers = settings._hf_deepspeed_config_weak_ref
     settings.unset_hf_deepspeed_config()
@@ -58,7 +58,7 @@ def load_model(path: str | os.PathLike[str], config: EngineConfig, tokenizer: An
             model, info = kind.from_pretrained(
                 path, dtype=config.dtype, device_map={"": device}, local_files_only=True, output_loading_info=True
             )
-    except Exception as error:  # files, quantisers' packages, a device that torch was not built for: of many kinds
+    except Exception as error:  # many kinds: files, quantisers' packages, a device that torch was not built for
         raise InvalidConfigError(f"{path} cannot be loaded on {device}: {error}") from error
     if info["missing_keys"]:
         lacking = ", ".join(sorted(info["missing_keys"])[:4])
@@ -90,7 +90,7 @@ def checkpoint(kind: Any, folder: str) -> dict[str, Tensor]:
 
     Raises ``WeightTransferError`` where they cannot be read, ``WeightsMismatchError`` where they are not all of them.
     """
-    # Without one, transformers would make a model of its class's usual size.
+    # Without config.json transformers would make a model of its class's default size.
     if not os.path.isfile(os.path.join(folder, "config.json")):
         raise WeightTransferError(
             f"{folder} cannot be loaded: no config.json in it. Give a folder that save_pretrained wrote. The engine keeps its "
@@ -107,7 +107,7 @@ def checkpoint(kind: Any, folder: str) -> dict[str, Tensor]:
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,
                 )
-        except Exception as error:  # transformers raises many kinds over damaged files and packages that lack
+        except Exception as error:  # transformers raises many kinds over damaged files and missing packages
             raise WeightTransferError(f"{folder} cannot be loaded: {error}. The engine keeps its weights") from error
     wrong = [f"missing {name}" for name in sorted(info["missing_keys"])]
     wrong += [f"unknown {name}" for name in sorted(info["unexpected_keys"])]

@@ -1,7 +1,7 @@
-"""Who steps the core, and who may change it between two steps.
+"""Whose turn it is: which thread runs the core's next step, and which may change something between two steps.
 
-There is no thread of the engine's own. Whoever waits for a result steps it, one thread at a time, and each step serves
-every request there is; nothing runs behind a trainer's back.
+The engine has no thread of its own. Whoever waits for a result runs steps, one thread at a time, and each step serves all
+requests; nothing runs behind a trainer's back.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class _Signal:
 
 
 class _Follower:
-    """A thread that waits while another one steps. It has a lock of its own, as in ``_Signal``."""
+    """A thread that waits while another one runs steps. Its lock is its own, as in ``_Signal``."""
 
     def __init__(self, done: Callable[[], bool]) -> None:
         self.done = done
-        self.found = False  # what it waits for, in a turn of another thread
+        self.found = False  # whether what it waits for has come, in a turn of another thread
         self.thread = threading.get_ident()
         self._lock = threading.Lock()
         self._lock.acquire()
@@ -86,7 +86,7 @@ class Loop:
     ) -> None:
         """runnable: given requests, returns those that can still start, and fails the others.
 
-        in_order: has the device run what is launched now after all that was, under whatever streams.
+        in_order: makes the device run what is launched from now on after all that was launched before, in whatever stream.
         """
         self.core = core
         self._runnable, self._in_order = runnable, in_order
@@ -95,12 +95,12 @@ class Loop:
         self._owner: int | None = None  # the thread whose turn it is
         self._wanted: set[int] = set()  # threads that wait for theirs
         self._turn_over = _Signal()
-        self._leader: int | None = None  # the thread that steps as long as it waits for something
+        self._leader: int | None = None  # the thread that runs steps for all, as long as it waits for something itself
         self._steps = 0
         self._followers: list[_Follower] = []  # others that wait for something meanwhile
-        self._paused_by: threading.Thread | None = None  # no ident, which the next thread may have
+        self._paused_by: threading.Thread | None = None  # not its ident, which a later thread may get
         self._paused_at = 0.0
-        self._told = False  # of the present pause
+        self._told = False  # whether a long pause was logged
         self._resumed = _Signal()
         self._resumed.set()
         self._unsound = False  # a change of the core did not come to its end
@@ -123,8 +123,8 @@ class Loop:
         me = threading.get_ident()
         try:
             self._wanted.add(me)
-            with self._turn:  # and no context manager of our own: Ctrl-C must not find a way to keep the lock
-                self._owner = me  # first: a finalizer that ends a request may run at any call, and has to see it
+            with self._turn:  # not in a context manager of our own, in which Ctrl-C could leave the lock taken
+                self._owner = me  # first: a finalizer that aborts a request may run at any call, and looks at this
                 try:
                     self._wanted.discard(me)
                     return self._change(change)
@@ -138,7 +138,7 @@ class Loop:
             self._turn_over.set()
 
     def attempt(self, action: str, change: Callable[[], None]) -> None:
-        """As ``do``, for what leaves the requests there are as they are: an exception within ends none of them."""
+        """As ``do``, for changes that do not touch the requests under way: an exception within ends none of them."""
 
         def failed() -> BaseException | None:
             try:
@@ -214,7 +214,7 @@ class Loop:
         return f"paused {time.monotonic() - self._paused_at:.0f} s ago by thread {by.name}{ended}"
 
     def _tell_of_pause(self) -> None:
-        """Log the pause, once: whoever has paused may be gone, and nobody else would say why nothing happens."""
+        """Log a long pause, once: whoever has paused may be gone, and nothing else would say why nothing happens."""
         if not self._told and (now := self.pause_now) and time.monotonic() - self._paused_at >= _LONG_PAUSE:
             self._told = True
             _log.warning("requests wait for resume(): the engine was %s", now)
@@ -233,7 +233,7 @@ class Loop:
         self.do(call, lambda: self.core.add(self._runnable(requests)))
 
     def run(self, call: str, make: Callable[[], Sequence[Request]], *, progress_bar: bool) -> None:
-        """Step until the requests that ``make`` gives are through; where that is interrupted, none of them holds anything."""
+        """Run steps until the requests that ``make`` gives are done. After an interrupt none of them holds anything."""
         requests: Sequence[Request] = ()
         try:
             with self.gate(f"start {call}"):
@@ -248,7 +248,7 @@ class Loop:
         with tqdm(total=len(requests), unit="sequence", disable=not progress_bar) as progress:
             left = list(requests[::-1])
 
-            def done() -> bool:  # asked after every step: a walk through all requests would cost as much as the step
+            def done() -> bool:  # asked after every step: looking at all requests would cost as much as the step
                 while left and left[-1].status is Status.FINISHED:
                     left.pop()
                 if progress_bar:
@@ -260,14 +260,15 @@ class Loop:
     def drive(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
         """Step until ``done``; False where that took longer than ``timeout`` seconds.
 
-        While another thread has paused the engine this waits. Of several threads one goes on stepping, and the others are
-        told: if each wanted its turn at every step, whoever has what it wants would hear of it many steps later.
+        While another thread has paused the engine, this waits. Of several threads that wait, one leads and runs the steps; the
+        others follow, and are woken when they have what they wait for. Were each to take turns, a thread would hear of its
+        result many steps late.
         """
         me = threading.get_ident()
         end = None if timeout is None else time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
 
         def step() -> bool:
-            # The pause first, which may end at any moment: who waits for its end is done then, and nothing may be left to run.
+            # Look at the pause first: it may end at any moment, which is all that some wait for, with nothing left to run.
             if not self.is_paused and not done():
                 assert self.core.has_work, "a request that is waited for is nowhere"
                 self.core.step()
@@ -290,19 +291,19 @@ class Loop:
                     return False
                 if self._leader is None:
                     self._leader = me
-                if self.is_paused:  # not for good: requests may also end, by an abort or with the engine
+                if self.is_paused:  # but not for ever: an abort, or closing the engine, ends requests too
                     self._resumed.wait(left)
                 self._give_way()
         finally:
             if self._leader == me:
-                self._leader = None  # who comes from here on leads by itself; of the others one does
+                self._leader = None  # a thread that comes now leads by itself; else one of the followers does
                 following = next((f for f in list(self._followers) if not f.found), None)
                 if following is not None:
                     self._leader = following.thread
                     following.wake()
 
     def _give_way(self) -> None:
-        """Let other threads that want a turn have it first: a lock alone would let this thread have every turn."""
+        """Let other threads have the turns they wait for: with the lock alone, this thread could get every turn."""
         others, end = set(self._wanted), time.monotonic() + _PATIENCE
         while others & self._wanted and (left := end - time.monotonic()) > 0:
             self._turn_over.clear()
@@ -314,7 +315,7 @@ class Loop:
         try:
             self._followers.append(follower)
             steps = self._steps
-            # Who leads may have left before it could see this one, or have been interrupted before it named the next.
+            # The leader may have left before it saw this follower, or been interrupted before it named another leader.
             unheard = self._leader not in (None, follower.thread) and not follower.wait(timeout)
             if unheard and steps == self._steps and not self.is_paused:
                 self._leader = follower.thread
@@ -334,8 +335,8 @@ class Loop:
 
         while True:
             if mode == "wait":
-                self.drive(lambda: not self.is_paused)  # outside of the gate, which whoever has paused needs to resume
-            with self.gate("pause"):  # inside it, no request begins
+                self.drive(lambda: not self.is_paused)  # outside of the gate, which ``resume`` needs
+            with self.gate("pause"):  # no request begins within
                 if mode == "wait":
                     if self.is_paused:
                         continue
@@ -346,7 +347,7 @@ class Loop:
     def resume(self, *, recompute: bool) -> None:
         if recompute:
             self.do("resume", self.core.scheduler.preempt_all)
-        self._resumed.set()  # before the name goes: an interrupt in between leaves a pause, and nobody who waits for ever
+        self._resumed.set()  # first: after an interrupt in between the engine is still paused, and nobody waits for ever
         self._paused_by = None
 
     def abandon(self, requests: Sequence[Request]) -> None:

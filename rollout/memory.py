@@ -1,4 +1,4 @@
-"""Sleep and wake: the memory that an engine can give back, by tag, and what of it is asleep."""
+"""Sleep and wake: gives back the memory that an engine holds, by tag, and takes it again."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def check_tags(tags: str | Iterable[str]) -> list[str]:
 
 
 class EngineMemory:
-    """The KV cache, weights that are copies of the engine's own (a mirror), captured graphs, and what attention sets aside.
+    """The KV cache, the engine's own copies of weights, captured graphs, and attention's workspace.
 
-    Attention's memory goes whenever no graph is left that remembers where it is, and patterns' tables go with the KV cache then.
-    Interrupts wait until it is done: in the middle of a driver's call nobody would know what it has mapped.
+    The workspace is freed whenever no graph is left, since graphs remember its address; tables of patterns are then freed with
+    the KV cache. Interrupts wait until sleep or wake is done: in the middle of a driver's call nobody would know what is mapped.
     """
 
     def __init__(self, core: EngineCore, kv: KVCache, binding: ModelBinding, adapters: Adapters) -> None:
@@ -57,7 +57,7 @@ class EngineMemory:
         """Give memory back while nothing runs. drop_weights: do not keep a mirror's numbers in host memory."""
         tags = set(tags)
         runner = self.core.runner
-        self.core.drain()  # a plan of requests that have ended may still run
+        self.core.drain()  # a step of requests that have ended may still be running
         self.core.images.forget()
         moving = {  # graphs remember addresses
             "kv_cache": not self.kv.stable_addresses or runner.sampler.penalties is not None,
@@ -77,7 +77,7 @@ class EngineMemory:
         if "weights" in tags:
             self.adapters.give_back()
             self.binding.give_back(drop=drop_weights)
-        self.kv.runtime.release_memory()  # last: also what the weights have left in torch's allocator
+        self.kv.runtime.release_memory()  # last, so that it includes what the weights have left in torch's allocator
 
     @uninterrupted()
     def wake(self, tags: Iterable[str]) -> None:
@@ -92,7 +92,7 @@ class EngineMemory:
             self._take("KV cache", self.kv.wanted_bytes, self.kv.allocate)
 
     def _take(self, what: str, nbytes: int, take: Callable[[], None]) -> None:
-        self.kv.runtime.release_memory()  # what torch's allocator holds and nobody uses is not to be had otherwise
+        self.kv.runtime.release_memory()  # or memory that torch's allocator holds unused could not be taken
         try:
             take()
         except (RuntimeError, MemoryError) as error:

@@ -113,7 +113,7 @@ class RolloutBatch(Sequence[RolloutOutput]):
     outputs: list[RolloutOutput]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "outputs", list(self.outputs))  # of a generator, say
+        object.__setattr__(self, "outputs", list(self.outputs))  # it may have been a generator
 
     def __len__(self) -> int:
         return len(self.outputs)

@@ -1,4 +1,4 @@
-"""Every accepted form of prompts, turned into lists of token ids and checked before any work starts."""
+"""Reads prompts in every accepted form (text, ids, chats, tensors, processors' output) into lists of token ids, and checks them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def read_prompts(prompts: Any, attention_mask: Tensor | None, tokenizer: Any, wh
     found: list[Read] = []
     before: Any = None
     for row, prompt in enumerate(prompts):
-        # A group's, most often: texts and chats take a tokenizer longer than all else that is done with a prompt here.
+        # Equal prompts, as in a group, are tokenised once: that takes longer than all else that is done with a prompt here.
         again = row > 0 and (
             prompt is before or (isinstance(prompt, str) and isinstance(before, str) and prompt == before)
         )
@@ -114,7 +114,7 @@ def read_chat(name: str, chat: Sequence[dict[str, Any]], tokenizer: Any, /, **se
 
 
 def _variables(processor: Any) -> Collection[str]:
-    """The variables of its chat template. It would take other names for its own settings, such as images to read from files here."""
+    """The variables of its chat template. Other names it would take for settings of its own, such as files to read images from."""
     from transformers.utils.chat_template_utils import _get_template_variables  # private: only such a chat needs it
 
     template = processor.chat_template
@@ -194,7 +194,7 @@ def _from_tensor(prompts: Tensor, attention_mask: Tensor | None, tokenizer: Any,
 
 
 def _text(name: str, mask: Tensor) -> Tensor:
-    """Where a mask has text, bool. Refuses masks of another meaning: added by attention (0 for text), or of numbered documents."""
+    """Where a mask has text, bool. Refuses other kinds of masks: those added to attention (0 for text), or with document numbers."""
     other = mask[(mask != 0) & (mask != 1)]
     if len(other):
         raise InvalidRequestError(f"{name} holds {other[0].item():g}: give 1 for text and 0 for padding")

@@ -1,4 +1,4 @@
-"""Makes the core's requests of what a user asks, checked before any work starts, and results of requests."""
+"""Turns what a user asks for into the core's requests, after checking it, and finished requests into results."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class RequestMaker:
     max_model_len: int
     kv_tokens: int  # tokens the KV cache holds
     token_bytes: int  # what one of them takes there
-    share: int  # sequences to score that begin with the same tokens are a group from this many on
+    share: int  # sequences to score are a group where they begin with at least so many equal tokens
     seed: int
     encoder: Callable[[], Callable[[Sequence[ImageInputs], Adapter | None], None]]  # as ``EngineCore.encoder``
     attempt: Callable[[str, Callable[[], None]], None]  # as ``Loop.attempt``
@@ -137,11 +137,11 @@ class RequestMaker:
             )
 
     def _ending(self, prompt: list[int]) -> str:
-        """Words by which to find a prompt in a dataset that was shuffled on its way here: chats mostly begin alike."""
+        """How a prompt ends, by which to find it in a shuffled dataset: chats mostly begin alike."""
         return "" if self.tokenizer is None else f"; it ends with {self.tokenizer.decode(prompt[-_SHOWN:])!r}"
 
     def check_sequences(self, sequences: list[Read], starts: list[Any], of_rollout: bool) -> None:
-        """of_rollout: prompts and their completions, which may be empty where they were aborted."""
+        """of_rollout: they are prompts with completions, which may be empty where they were aborted."""
         for row, ((sequence, _), start) in enumerate(zip(sequences, starts, strict=True)):
             self._check_sequence(f"sequence {row}", sequence, start, of_rollout)
 
@@ -190,9 +190,10 @@ class RequestMaker:
     def for_generation(
         self, prompts: list[Read], params: list[SamplingParams], adapters: list[Adapter | None]
     ) -> list[tuple[list[Request], Scoring | None]]:
-        """(requests for the samples of each prompt, the ``Scoring`` of its log-probabilities, which one sample of a group computes).
+        """For each prompt, the requests of its samples, and the ``Scoring`` of its prompt log-probabilities where asked for.
 
-        Consecutive equal prompts with one adapter are a group. Raises as ``EngineCore.encoder`` does, naming the prompt.
+        Consecutive equal prompts with the same adapter are a group, of which one sample computes these. Raises as
+        ``EngineCore.encoder`` does, naming the prompt.
         """
         made: list[tuple[list[Request], Scoring | None]] = []
         group: list[Request] = []
@@ -238,7 +239,7 @@ class RequestMaker:
             same = group and shared == group[0].prompt and adapter is group[0].adapter and images is group[0].images
             if len(shared) < self.share or not same:
                 group = []
-            spec = SamplingSpec(temperature=0.0, max_tokens=len(given))  # which are all there will be
+            spec = SamplingSpec(temperature=0.0, max_tokens=len(given))  # nothing is sampled beyond the given ones
             request = Request(
                 next(self.ids), shared, spec, 0, None, group, Scoring(variant, start, len(sequence)), given, adapter
             )
@@ -250,15 +251,15 @@ class RequestMaker:
         return made
 
     def _encoded(self, what: str, read: list[Read], adapters: list[Adapter | None]) -> list[ImageInputs | None]:
-        """The images of each prompt, encoded; prompts that are the same as far as their last image have one."""
+        """The encoded images of each prompt. Prompts that are equal up to their last image share one object."""
         ensure, known = self.encoder(), dict[object, list[ImageInputs]]()
         together: dict[Adapter | None, list[ImageInputs]] = {}
         for (_, given), adapter in zip(read, adapters, strict=True):
             if given is not None and (given.digest, adapter) not in known:
                 known[given.digest, adapter] = [replace(given)]  # with another adapter it has other features
                 together.setdefault(adapter, []).extend(known[given.digest, adapter])
-        for adapter, several in together.items():  # between steps of other threads, which go through the same modules
-            with suppress(InvalidRequestError, UnsupportedModelError):  # which are to name the prompt, below
+        for adapter, several in together.items():  # between steps of other threads, which use the same modules
+            with suppress(InvalidRequestError, UnsupportedModelError):  # raised below, with the prompt's number
                 self.attempt("read images", partial(ensure, several, adapter))
         found: list[ImageInputs | None] = []
         for row, ((_, given), adapter) in enumerate(zip(read, adapters, strict=True)):
@@ -279,8 +280,8 @@ class RequestMaker:
         return found
 
     def _lower(self, prompt: list[int], p: SamplingParams) -> SamplingSpec:
-        # Without a seed of its own a request draws from the engine's seed and its number: new tokens at every call,
-        # the same ones in every run.
+        # A request without a seed draws from the engine's seed and its own number: new tokens at every call, and the
+        # same ones in every run.
         seed = p.seed
         if seed is None:
             name = f"{self.seed}:{next(self.prompts)}".encode()
@@ -309,7 +310,7 @@ class RequestMaker:
     # -- results -----------------------------------------------------------------------------------------------------
 
     def output(self, read: Read, requests: list[Request], scoring: Scoring | None) -> RolloutOutput:
-        prompt, given = read  # its own inputs: what requests have may be of another prompt with the same images
+        prompt, given = read  # not the requests' images, which may be of another prompt with the same ones
         completions = []
         for r in requests:
             decode = None
@@ -339,7 +340,7 @@ class RequestMaker:
 
 @lru_cache(maxsize=16)
 def _bias(logit_bias: Sequence[tuple[int, float]], suppressed: Sequence[int]) -> tuple[tuple[int, float], ...]:
-    """``SamplingSpec.bias``. Cached: all prompts of a call mostly have the same, which may be long."""
+    """``SamplingSpec.bias``. Cached, as it may be long and is mostly the same for all prompts of a call."""
     return tuple(sorted((dict(logit_bias) | dict.fromkeys(suppressed, -math.inf)).items()))
 
 

@@ -1,4 +1,4 @@
-"""Builds a ``ModelShell`` over the weights of a source, and fuses its layers."""
+"""Builds the engine's model, a ``ModelShell``, over the weights of a source, and fuses its layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger("stoker")
 class Fused(NamedTuple):
     """A shell, how many of its layers were fused, and what these read in place of some of its weights.
 
-    wholes: by names, the tensor in which weights lie side by side; rounded: those in fp8.
+    wholes: by the names of weights that lie side by side, the one tensor that has them all; rounded: the copies in fp8.
     """
 
     shell: ModelShell
@@ -47,8 +47,8 @@ class ShellBuilder:
         return shell
 
     def fuse(self, shell: ModelShell, source: WeightSource, ops: Ops) -> Fused:
-        """Fuse the layers of this shell, or of a new one where more weights have to be kept than it was made for."""
-        with runtime_for(source.device).chosen():  # kernels are launched, to compare layers with their fused form
+        """Fuse the layers of this shell; or of a new one, where fp8 turns out to need weights that this one does not keep."""
+        with runtime_for(source.device).chosen():  # comparing layers with their fused form launches kernels
             modules = dict(shell.module.named_modules())
             take_over_experts(shell.module, ops)
             options = self._max_loras, self._max_lora_rank, source.device, shell.beside_text
@@ -67,7 +67,7 @@ class ShellBuilder:
         rounded = None
         if self._in_fp8:
             rounded = Fp8Weights(shell.module, modules, ops, source.passing)
-            if others := source.passing - rounded.by_name.keys():  # of layers that could not be fused
+            if others := source.passing - rounded.by_name.keys():  # weights of layers that could not be fused
                 source.keep(others)
                 shell = self.make(source, shell.max_model_len)
                 source.pull()

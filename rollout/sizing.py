@@ -30,7 +30,7 @@ def max_model_len(config: EngineConfig, binding: ModelBinding) -> int:
 
 
 def with_room_for_states(config: EngineConfig, binding: ModelBinding, runtime: Runtime, model_len: int) -> EngineConfig:
-    """The config with fewer sequences at a time, where their states would take over half of an "auto" KV cache."""
+    """The config, with fewer sequences at a time where their states would take more than half of an "auto" KV cache."""
     wanted = states = KVCache.state_bytes(binding.shapes, _state_layout(config, binding))
     if config.kv_cache_memory != "auto" or not wanted:
         return config
@@ -53,9 +53,10 @@ def with_room_for_states(config: EngineConfig, binding: ModelBinding, runtime: R
 def with_rows_that_can_run(
     config: EngineConfig, binding: ModelBinding, runtime: Runtime, model_len: int
 ) -> EngineConfig:
-    """The config with no more sequences at a time than there are blocks for: each that runs has one of its own.
+    """The config with no more sequences at a time than there are blocks, of which each needs at least one.
 
-    Whatever has a row for each would take memory for nothing. States, where there are such, take more and bound it before.
+    More could never run, and the rows set aside for them would be memory for nothing. Where layers keep states, these have
+    bounded the number already.
     """
     if any(shape.states for shape in binding.shapes):
         return config
@@ -70,16 +71,16 @@ def with_rows_that_can_run(
 def kv_cache(config: EngineConfig, binding: ModelBinding, runtime: Runtime, model_len: int) -> KVCache:
     """The KV cache in the configured memory, the null block included.
 
-    Raises ``InvalidConfigError`` where it cannot be had.
+    Raises ``InvalidConfigError`` where there is no memory for it.
     """
-    runtime.release_memory()  # what torch's allocator holds and nobody uses counts as free, and is not to be had otherwise
+    runtime.release_memory()  # or memory that torch's allocator holds unused could not be taken
     layout = block_layout(binding.shapes, config.block_size, model_len)
     block_bytes = KVCache.block_bytes(binding.shapes, config.block_size, layout)
     least = layout.span * (1 + layout.needed(1, config.block_size, 1))
     states = _state_layout(config, binding)
     state_bytes = KVCache.state_bytes(binding.shapes, states)
     if config.kv_cache_memory == "auto":
-        # Of one sequence while it decodes, and while many tokens of its prompt are computed at a time.
+        # What one sequence needs while it decodes, and while many tokens of its prompt are computed at a time.
         chunks = config.block_size, config.max_num_batched_tokens
         decoding, prompt = (layout.needed(model_len, config.block_size, chunk) for chunk in chunks)
         slabs = (config.max_num_seqs - 1) * decoding + prompt + 1
@@ -106,7 +107,7 @@ def kv_cache(config: EngineConfig, binding: ModelBinding, runtime: Runtime, mode
 
 
 def _state_layout(config: EngineConfig, binding: ModelBinding) -> StateLayout | None:
-    """The rows for recurrent layers' states, with copies for the prompts of groups of four, and at least a few."""
+    """How many rows recurrent layers' states have: one a sequence, and copies for a prompt in four, but at least eight."""
     if not any(shape.states for shape in binding.shapes):
         return None
     kept = max(8, config.max_num_seqs // 4) if config.enable_prefix_caching else 0
@@ -124,7 +125,9 @@ def _workspace_bytes(config: EngineConfig, binding: ModelBinding, model_len: int
     taken = 0
     if of_attention is not None:
         table = config.max_num_seqs, -(-model_len // config.block_size), config.block_size
-        sizes = {(shape.query_heads, shape.value_dim) for shape in binding.shapes if shape.heads}  # each has its own
+        sizes = {
+            (shape.query_heads, shape.value_dim) for shape in binding.shapes if shape.heads
+        }  # a workspace for each
         taken = sum(of_attention(*table, heads, value_dim) for heads, value_dim in sizes)
     if of_recurrence is None:
         return taken

@@ -16,10 +16,10 @@ class EngineStats:
     num_free_kv_blocks: of these. A block holds ``block_size`` tokens for all layers; where layers with a window have blocks of
     their own, a sequence gives up their part of it once nothing sees it any more. kv_cache_bytes: 0 while asleep;
     recurrent_state_bytes of these are states, and no blocks.
-    fused_layers: how many of ``num_layers`` run in their fused form. matmuls: by rows, weight and what else is done, who
-    multiplies, fastest first, where that was measured on the device. mirror_bytes: the engine's own copies of
-    weights, where it has any: a mirror, and what is in fp8. last_update_seconds: of ``update_weights``; last_update_bytes: what it wrote, 0 where the engine runs
-    on the trainer's tensors alone.
+    fused_layers: how many of ``num_layers`` run in their fused form. matmuls: for each kind of product (its rows, its weight,
+    and what is done with it) the ways that were measured on the device, fastest first. mirror_bytes: the engine's own
+    copies of weights: a mirror, and those in fp8. last_update_seconds: of ``update_weights``; last_update_bytes: what that
+    wrote, 0 where the engine runs on the trainer's tensors alone.
 
     num_preemptions: requests put back for want of blocks. prompt_tokens: of prompts, and of sequences to score; of
     these prefix_cache_hit_tokens the prefix cache had, and shared_prompt_tokens another sample of the prompt had

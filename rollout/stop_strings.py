@@ -1,7 +1,7 @@
 """Finds stop strings in a growing completion, token by token.
 
-They are looked for in the text that a completion has, which leaves special tokens out. One that names a special token is
-looked for in the text with these in it, so that "<|im_end|>" ends a completion, and "<|im" does not.
+They are looked for in a completion's text, which leaves special tokens out. Only a stop string that names a special token is
+looked for in the text with special tokens, so that "<|im_end|>" ends a completion, and "<|im" does not.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class StopStringChecker:
 
 
 class _Search:
-    """Looks for some of the stop strings in a text without some of the tokens."""
+    """Looks for stop strings in the text of all tokens but those ``left_out``."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], left_out: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._stops = stops
         self._left_out = left_out
-        self._keep = max(map(len, stops)) - 1  # characters of old text a stop string may begin in
+        self._keep = max(map(len, stops)) - 1  # characters of old text in which a stop string may have begun
         self._tail = ""
-        self._context: list[int] = []  # tokens whose text is out: how a token decodes may depend on those before it
+        self._context: list[int] = []  # tokens searched already: how a token decodes may depend on those before it
         self._pending: list[int] = []  # tokens that do not make whole characters yet
         self._searched = 0  # characters they make already
 
@@ -61,7 +61,7 @@ class _Search:
         before = self._decode(self._context)
         after = self._decode(self._context + self._pending)
         new = after[len(before) :]
-        # A token may end one character and begin the next. What makes none for long will not.
+        # A token may end one character and begin the next. Tokens that make no character for long never will.
         whole = new if len(self._pending) > LONGEST_CHARACTER else new.rstrip("�")
         text = self._tail + whole
         # Only a match that ends in the new text: one in the old text was reported when it was new.

@@ -1,4 +1,4 @@
-"""What each token of a tokenizer adds to a completion's text, in bytes: characters may be cut between tokens."""
+"""The bytes that each token of a tokenizer adds to a completion's text. Bytes, since a character may be split between tokens."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Texts:
 class TokenTexts:
     """The bytes of each token of the vocabulary, at the beginning of a completion and after other tokens.
 
-    These differ where a tokenizer leaves out a leading space, or sets spaces between tokens. No bytes: the token leaves no
-    text, as a special one. ``first`` and ``later``: [vocab]. Raises ``InvalidRequestError`` where the text of tokens is not
+    The two differ where a tokenizer drops a leading space, or puts spaces between tokens. A token without bytes adds no text,
+    as a special one. ``first`` and ``later``: [vocab]. Raises ``InvalidRequestError`` where the text of tokens is not
     that of each, one after the other.
     """
 
@@ -70,7 +70,7 @@ class TokenTexts:
         return text
 
     def _check(self, known: list[tuple[bytes, bytes]]) -> None:
-        """Check that sequences of tokens decode to what was found; they are drawn from tokens of whole characters."""
+        """Check on random sequences that they decode to the bytes found, one token after the other. Only of whole characters."""
         whole = [t for t, (first, later) in enumerate(known) if later and not _is_cut(first) and not _is_cut(later)]
         draw = random.Random(0)
         for _ in range(_CHECKED if whole else 0):
@@ -108,7 +108,7 @@ def _is_fallback(name: str | bytes) -> bool:
 
 
 def _cut_bytes(name: str | bytes) -> bytes | None:
-    """The bytes that a token's name is, or stands for: a byte's number, or, in byte-level vocabularies, a character for each."""
+    """The bytes that a token's name stands for: itself, a number as in "<0x0A>", or one character a byte in byte-level vocabularies."""
     if isinstance(name, bytes):
         return name
     if (number := _FALLBACK.fullmatch(name)) is not None:
@@ -120,7 +120,7 @@ def _cut_bytes(name: str | bytes) -> bytes | None:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Bytes by the characters of byte-level vocabularies: printable ones of Latin-1 are themselves, the others follow 255."""
+    """The bytes by their characters in byte-level vocabularies: printable Latin-1 as it is, all others from 256 on."""
     shown_as_they_are = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(shown_as_they_are))
     return {chr(b): b for b in shown_as_they_are} | {chr(256 + i): b for i, b in enumerate(others)}

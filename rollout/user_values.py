@@ -1,4 +1,4 @@
-"""Values that a user gave: numbers of numpy and torch made Python's own, and what error messages show of any."""
+"""Values that a user gave: turns integers of numpy and torch into Python's, and shortens values for error messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REPR.maxstring = _REPR.maxother = 80
 
 
 def shown(value: object) -> str:
-    """``repr``, and of something long not more than its beginning: a prompt or a tokenizer would fill the screen."""
+    """``repr``, shortened: a whole prompt or tokenizer would fill the screen."""
     return _REPR.repr(value)
 
 
@@ -33,13 +33,13 @@ def as_int(value: Any) -> Any:
 
 
 def as_ints(values: Iterable[Any]) -> list[Any]:
-    """``as_int`` of each. Python's own, mostly thousands of them, are told by one look at their types."""
+    """``as_int`` of each. Fast where all are Python's own already, as they mostly are."""
     found = list(values)
     return found if set(map(type, found)) <= {int} else list(map(as_int, found))
 
 
 def as_ids(value: Any) -> list[Any]:
-    """One id or several, of numpy or torch too, as a configuration or a tokenizer has them; none of None."""
+    """A list of the one id or several that a configuration or a tokenizer has; empty for None."""
     if isinstance(value, (np.generic, np.ndarray, Tensor)):
         value = value.tolist()
     if value is None:
@@ -48,7 +48,7 @@ def as_ids(value: Any) -> list[Any]:
 
 
 def is_int(value: Any) -> TypeGuard[int]:
-    """Whether what ``as_int`` gave is an integer. True and False are no numbers, here and below."""
+    """Whether what ``as_int`` gave is an integer. True and False do not count as numbers, here and below."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -1,17 +1,17 @@
-"""What the shell runs on, compared with what the trainer holds, name by name."""
+"""Compares the weights that the engine runs on with the trainer's, name by name: ``verify_weights``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from stoker.kernels.reference.lora import AdapterWeights
+from stoker.kernels.reference.adapter_weights import AdapterWeights
 from stoker.rollout.binding import ModelBinding
 from stoker.weight_sync.checksum import WeightReport
 from stoker.weight_sync.staging import same_place
 
 
 def verify(binding: ModelBinding, version: int, in_slots: Mapping[str, AdapterWeights]) -> WeightReport:
-    """Compare all weights. in_slots: adapters, as slots hold them. Ranks of a sharded trainer call it together."""
+    """Compare all weights. in_slots: adapters as slots hold them. Ranks of a sharded trainer call this together."""
     binding.in_order()
     source, shell = binding.source, binding.shell
     with binding.adapters.telling():
@@ -40,7 +40,7 @@ def _lying_elsewhere(binding: ModelBinding) -> set[str]:
         name for name, tensor in shell.tensors().items() if name in expected and not same_place(tensor, expected[name])
     }
     for group, whole in binding.wholes.items():
-        if source.passing.isdisjoint(group):  # the others' layers read rounded ones
+        if source.passing.isdisjoint(group):  # layers with the other groups read rounded weights
             row = 0
             for name in group:
                 rows = expected[name].shape[0]

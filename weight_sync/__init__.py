@@ -1,8 +1,8 @@
 """Where the engine's weights come from. Knows nothing of the engine.
 
-Begin with ``source``: what a live model gets is an ``aliased_source``, or a ``mirrored_source`` that keeps a ``mirror``.
+Begin with ``source``: a live model gets an ``aliased_source``, or a ``mirrored_source``, which keeps a ``mirror``.
 
-- A mirror's upkeep: ``change_detection``, ``mirror_comparison``.
+- Keeping a mirror up to date, and checking it: ``change_detection``, ``mirror_comparison``.
 - Sharded trainers: ``shards``, ``dtensor_layout``, ``gather``, ``rank_agreement``.
 - Weights from elsewhere: ``transport``, ``manifest``, ``receiving``, ``staging``, ``consistent_reads``.
 - Adapters: ``peft_adapters`` of the live model, ``other_model_adapters``, ``adapter_files``.

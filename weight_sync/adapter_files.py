@@ -1,4 +1,4 @@
-"""Reads adapters that are not the live model's: of another PEFT model, a state dict, or a folder that PEFT saved."""
+"""Reads adapters that are given to the engine: of another PEFT model, as a state dict, or from a folder that PEFT saved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError
-from stoker.kernels.reference.lora import AdapterWeights, LoraWeights, TokenRows
+from stoker.kernels.reference.adapter_weights import AdapterWeights, LoraWeights, TokenRows
 from stoker.weight_sync.other_model_adapters import AdapterOfModel
 from stoker.weight_sync.peft_adapters import by_expert, changes_base, check_config
 
@@ -27,9 +27,9 @@ _PART = re.compile(
 _TOKENS = re.compile(r"(?P<path>.+)\.token_adapter\.trainable_tokens_delta(\.[^.]+)?")
 _COPY = re.compile(r"\.modules_to_save\.[^.]+(?=\.)")  # in names that are not of a file, but of the model
 _BASE = re.compile(r"(?P<path>.+?)(\.base_layer)*\.(?P<leaf>weight|bias)")
-# What reading raises of tensors and settings of other kinds than PEFT's, as of files that were cut off or written by hand.
+# What is raised by tensors and settings that PEFT did not write, as in files that were cut off or written by hand.
 _MALFORMED = (AttributeError, TypeError, ValueError, LookupError, RuntimeError, re.error)
-_DEFAULTS = {  # of what the configs that older versions saved do not have
+_DEFAULTS = {  # for settings that configs of older versions do not have
     "bias": "none",
     "ensure_weight_tying": False,
     "init_lora_weights": True,
@@ -56,12 +56,12 @@ def model_of(source: Any) -> nn.Module | None:
 def read_adapter(
     name: str, source: Any, parameters: Mapping[str, int], device: torch.device, options: Mapping[str, Any]
 ) -> AdapterWeights | AdapterOfModel:
-    """The adapter that ``source`` is; one that belongs to a model may change later.
+    """The adapter that ``source`` gives. One that belongs to a model may change later.
 
     source: a ``PeftModel`` (its active adapter), or it and the name of one, whose tensors stay the owner's; a state
     dict and its ``LoraConfig``, or a folder with ``adapter_config.json`` and ``adapter_model.safetensors``, which are
-    copied. parameters: the experts' in the base, which files do not tell from linears, with the number of dimensions of
-    each. device, options: as for ``AdapterOfModel``.
+    copied. parameters: those of experts in the base, with their numbers of dimensions: files do not tell them from linears.
+    device, options: as for ``AdapterOfModel``.
 
     Raises ``UnsupportedModelError`` for what the engine does not run and for what does not belong together.
     """
@@ -114,36 +114,13 @@ def from_state_dict(
     parts: dict[str, dict[str, Tensor]] = {}
     adapter = AdapterWeights()
     for key, tensor in tensors.items():
-        plain = key.removeprefix("base_model.model.")
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
         if not bool(copy.isfinite().all()):
             raise UnsupportedModelError(
                 f"adapter {name!r} has NaN or Inf in {key}: it was not trained to an end, or is damaged"
             )
-        where: dict[str, Any]
-        value: Any = copy
-        if match := _PART.fullmatch(plain):
-            kind = "offset" if match["leaf"] == "bias" else match["kind"].removeprefix("embedding_")
-            where, what = parts.setdefault(match["path"], {}), kind
-        elif match := _TOKENS.fullmatch(plain):
-            ids = _token_indices(match["path"], config)
-            if len(ids) != len(copy):
-                raise UnsupportedModelError(
-                    f"adapter {name!r} has {len(copy)} tokens of {match['path']}, and its config {len(ids)} "
-                    "trainable_token_indices: give its own config"
-                )
-            where, what, value = adapter.tokens, match["path"], TokenRows(ids, copy)
-        elif saved := _saved(plain, config.modules_to_save):
-            path, what = saved
-            where = adapter.saved.setdefault(path, {})
-        elif (match := _BASE.fullmatch(plain)) and (match["leaf"] == "weight" or config.bias != "none"):
-            where, what = adapter.bases if match["leaf"] == "weight" else adapter.biases, match["path"]
-        else:
-            raise UnsupportedModelError(
-                f"adapter {name!r} has {key}, which is neither LoRA of a layer nor in modules_to_save, biases or tokens "
-                "that its config names: give the tensors and the config of one adapter"
-            )
-        if what in where:  # names that differ in those of adapters alone
+        where, what, value = _place(adapter, parts, name, key, copy, config)
+        if what in where:  # the names differ only in that of the adapter
             raise UnsupportedModelError(
                 f"adapter {name!r} has {key}, and the same of another adapter: give the tensors and the config of one adapter, "
                 "as get_peft_model_state_dict does"
@@ -163,8 +140,35 @@ def from_state_dict(
     return adapter
 
 
+def _place(
+    adapter: AdapterWeights, parts: dict[str, dict[str, Tensor]], name: str, key: str, tensor: Tensor, config: Any
+) -> tuple[dict[str, Any], str, Any]:
+    """Where a tensor belongs by its key: (dictionary, key in it, value to put there). parts: of LoRA layers, by path."""
+    plain = key.removeprefix("base_model.model.")
+    if match := _PART.fullmatch(plain):
+        kind = "offset" if match["leaf"] == "bias" else match["kind"].removeprefix("embedding_")
+        return parts.setdefault(match["path"], {}), kind, tensor
+    if match := _TOKENS.fullmatch(plain):
+        ids = _token_indices(match["path"], config)
+        if len(ids) != len(tensor):
+            raise UnsupportedModelError(
+                f"adapter {name!r} has {len(tensor)} tokens of {match['path']}, and its config {len(ids)} "
+                "trainable_token_indices: give its own config"
+            )
+        return adapter.tokens, match["path"], TokenRows(ids, tensor)
+    if saved := _saved(plain, config.modules_to_save):
+        path, what = saved
+        return adapter.saved.setdefault(path, {}), what, tensor
+    if (match := _BASE.fullmatch(plain)) and (match["leaf"] == "weight" or config.bias != "none"):
+        return adapter.bases if match["leaf"] == "weight" else adapter.biases, match["path"], tensor
+    raise UnsupportedModelError(
+        f"adapter {name!r} has {key}, which is neither LoRA of a layer nor in modules_to_save, biases or tokens "
+        "that its config names: give the tensors and the config of one adapter"
+    )
+
+
 def _take_tied(adapter: AdapterWeights, parts: Iterable[str]) -> None:
-    """Take what is tied to a module that was saved whole: PEFT saves that too, and the config does not name it."""
+    """Take modules that are tied to one that was saved whole: PEFT saves them too, but the config does not name them."""
     weights = [state["weight"] for state in adapter.saved.values() if "weight" in state]
     for path in adapter.bases.keys() - set(parts):
         if (same := next((w for w in weights if torch.equal(w, adapter.bases[path])), None)) is not None:
@@ -175,7 +179,7 @@ def _take_tied(adapter: AdapterWeights, parts: Iterable[str]) -> None:
 def _take(
     adapter: AdapterWeights, name: str, key: str, part: Mapping[str, Tensor], config: Any, parameters: Mapping[str, int]
 ) -> None:
-    """Take one layer's part. key: its path, and ``base_layer`` behind it for each layer of another parameter around it."""
+    """Take one layer's part. key: its path, with a ``base_layer`` for each layer of another parameter that is around it."""
     path, *around = key.split(".base_layer")
     if "A" not in part or "B" not in part:
         raise UnsupportedModelError(f"adapter {name!r} has only one of A and B for {path}: its tensors are incomplete")
@@ -206,7 +210,7 @@ def _take(
 
 
 def _targeted_parameter(path: str, around: int, config: Any, parameters: Iterable[str]) -> str | None:
-    """The parameter of a module that a layer targets which has ``around`` others around it; None where it is over a linear."""
+    """The parameter of a module that a layer is over, if ``around`` other layers are around it; None where it is over a linear."""
     targets = config.target_parameters or ()
     own = [p for p in parameters if p.rpartition(".")[0] == path and _is_named(p, targets)]
     return own[-1 - around] if around < len(own) else None  # PEFT wraps the first one first
@@ -221,7 +225,7 @@ def _token_indices(path: str, config: Any) -> tuple[int, ...]:
 
 
 def _saved(name: str, modules: Iterable[str] | None) -> tuple[str, str] | None:
-    """The module of those that a tensor is of, and what it is called there. "norm" is "input_layernorm" too, as in PEFT."""
+    """The path of the saved module that a tensor belongs to, and its name there. As in PEFT, "norm" means "input_layernorm" too."""
     parts = _COPY.sub("", name, count=1).split(".")
     splits = ((".".join(parts[:n]), ".".join(parts[n:])) for n in range(1, len(parts)))
     return next(((path, leaf) for path, leaf in splits if path.endswith(tuple(modules or ()))), None)

@@ -21,13 +21,13 @@ from stoker.weight_sync.staging import copy_each
 
 # A name, its tensor, and where that lies: address, dtype, shape, stride.
 _Place = tuple[str, Tensor, tuple[Any, ...]]
-# What parameters were laid side by side in, by its address; each is there as long as a parameter lies in it.
+# The memory in which parameters were laid side by side, by address. An entry lives as long as a parameter lies in it.
 _WHOLES: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 _BOUND: WeakSet[AliasedSource] = WeakSet()  # several may run on one model
 
 
 class _Look(NamedTuple):
-    """How to make the checksums of tensors, for as long as these lie there."""
+    """How to make the checksums of tensors, as long as these stay at their addresses."""
 
     tensors: Sequence[Tensor]
     addresses: list[int]
@@ -74,9 +74,8 @@ class AliasedSource:
     def keep(self, names: Collection[str]) -> None:
         """Does nothing: all are there."""
 
-    def hand_over(self, consumer: Consumer) -> int:
+    def hand_over(self, consumer: Consumer) -> None:
         """Does nothing: no weights pass through."""
-        return 0
 
     def write(self, new: Mapping[str, Tensor]) -> int:
         return copy_each([self.bound[name] for name in new], new.values())
@@ -91,11 +90,11 @@ class AliasedSource:
     def rehome(self, groups: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], Tensor]:
         """For each group of names one tensor of all their rows; groups that must not be moved are left out.
 
-        A parameter that does not own its whole storage (a flat buffer of a sharding library, a tied weight, a mapped
-        file), or shares it with other tensors (of another model that was given the ``state_dict`` of this one, say) or
-        processes, which would not follow, is never moved, but for one that lies where this put it, beside another
-        that was given memory elsewhere. Of one that is used in several places of groups, one has its rows.
-        Parameters that lie side by side already are only viewed.
+        A parameter is moved only if it owns its whole storage. It does not if that is a sharding library's flat buffer, or a
+        mapped file; nor if a tied weight, another model that was given this one's ``state_dict``, or another process uses it too,
+        which would not follow. But a parameter that was put somewhere by this method before may be moved again, when others of
+        its group got other memory. A parameter that is in several groups becomes part of one. Parameters that lie side by side
+        already are just viewed.
         """
         named = self.tensors()
         owners: dict[int, int] = {}
@@ -106,7 +105,7 @@ class AliasedSource:
         fused = {}
         placed: set[int] = (
             set()
-        )  # tensors in a whole already, which would no longer follow them once they are moved again
+        )  # tensors of groups so far: moving them again would take them out of their group's tensor
         for group in groups:
             parts = [named[name] for name in group]
             ids = {id(p) for p in parts}
@@ -151,7 +150,7 @@ class AliasedSource:
         module: the trainer's now, which may be another one altogether.
         """
         if module is self.module and not self._scaled and self._tree is not None and self._tree.same():
-            return False  # no scales either, which are in no tree
+            return False  # a tree has no scales, but there are none
         now = list(self._places())
         return (
             module is not self.module
@@ -191,10 +190,10 @@ class AliasedSource:
         return len({id(t) for t in self.tensors().values()}), []
 
     def checksums(self) -> list[int]:
-        """One number for each bound tensor, which another content would not have, but by rare chance.
+        """One number for each bound tensor; other content has the same number only by rare chance.
 
-        Autograd's version counters would cost nothing, and miss fused optimizers and whatever writes through
-        ``.data`` or a flat buffer. This reads the weights once, as one decode step does, and at the same speed.
+        Autograd's version counters would cost nothing, but miss fused optimizers and whatever writes through ``.data`` or a flat
+        buffer. This reads all weights once, as a decode step does, at the same speed.
         """
         if self._scaled:
             scales = (t for m, weight in self._scaled for t in _scales_of(m, weight))  # of now: no registry has them
@@ -215,11 +214,11 @@ class AliasedSource:
                 )
 
     def succeed(self, former: AliasedSource) -> None:
-        """Share the duty to give parameters that either has moved storages of their own again: one of the two is then ``superseded``."""
+        """Share the duty to give moved parameters storages of their own again: of the two sources one will be ``superseded``."""
         self._rehomed = former._rehomed
 
     def superseded(self) -> None:
-        """Let everything go: the other source has taken this one's place. An exception may keep this one alive."""
+        """Give up all duties: the other source has taken this one's place. (An exception may keep this object alive.)"""
         _BOUND.discard(self)
 
     def give_back(self, *, drop: bool) -> None:
@@ -232,13 +231,13 @@ class AliasedSource:
         return False
 
     def release(self) -> None:
-        """Give every re-homed parameter a storage of its own again; one that another engine runs on, when that is released.
+        """Give every re-homed parameter a storage of its own again. If another engine runs on it, that will be done by its release.
 
-        But for one in whose memory another tensor of the trainer's lies since: they would part.
+        It is not done where the trainer has another tensor in the same memory by now: the two would no longer be one.
         """
         self._bound, self._scaled, self._look, self._tree, self.bound = [], [], None, None, {}
         users = {(id(t), layout[0]): source for source in list(_BOUND) for _, t, layout in source._bound}
-        while self._rehomed:  # each until it is done: where memory is short, or Ctrl-C comes, another call goes on
+        while self._rehomed:  # an entry goes when it is done: after an error or Ctrl-C, another call can go on
             parameter, address = self._rehomed[-1]
             if parameter.data_ptr() == address:
                 if (other := users.get((id(parameter), address))) is not None:
@@ -249,14 +248,14 @@ class AliasedSource:
 
 
 def _once(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Each of them that is not empty, tied ones once."""
+    """Those that are not empty, each once."""
     return list({id(t): t for t in tensors if t.numel()}.values())
 
 
 def _scales_of(module: Any, weight: Any) -> Iterator[Tensor]:
-    """The scales that the numbers of a quantised weight depend on too.
+    """The scales of a quantised weight.
 
-    Those of a weight in 8 bits go over to the state of its module with the first forward.
+    In 8 bits, the first forward moves them to the state of the module.
     """
     yield from (scale for _, scale in scales_of(getattr(weight, "quant_state", None)))
     if hasattr(weight, "SCB"):
@@ -265,7 +264,7 @@ def _scales_of(module: Any, weight: Any) -> Iterator[Tensor]:
 
 
 def _owns_storage(tensor: Tensor, owners: Mapping[int, int]) -> bool:
-    """owners: how many parameters lie in the storage at an address; those that share one would part."""
+    """Whether a tensor has a storage to itself. owners: how many parameters lie in the storage at an address."""
     storage = tensor.untyped_storage()
     return (
         tensor.is_contiguous()
@@ -279,7 +278,7 @@ def _owns_storage(tensor: Tensor, owners: Mapping[int, int]) -> bool:
 
 
 def _users(tensor: Tensor) -> int:
-    """How many there are of the memory: tensors, and the object by which it is asked for."""
+    """How many objects refer to a tensor's memory: tensors, and the one made to ask."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
@@ -287,7 +286,7 @@ _ALONE = _users(torch.empty(0, device="cpu"))
 
 
 def _has_other_users(tensor: Tensor) -> bool:
-    """Whether there are other tensors in the storage. What a backward that is to come has saved may be among them."""
+    """Whether there are other tensors in the storage, such as those saved for a backward."""
     return _users(tensor) > _ALONE
 
 
@@ -303,9 +302,9 @@ def _alike(tensors: Sequence[Tensor]) -> bool:
 
 
 def _with_storage(rows: Tensor) -> Tensor:
-    """The same memory, as a tensor whose storage begins and ends with it, and keeps that of ``rows`` alive.
+    """The same memory as a tensor whose storage is just these rows. It keeps the storage of ``rows`` alive.
 
-    Views of one storage would be what tied weights are: accelerate's ``save_state`` and ``save_model`` keep one tensor of
+    Views of one storage would look like tied weights: accelerate's ``save_state`` and ``save_model`` keep one tensor of
     a storage and drop the others, safetensors' ``save_model`` refuses, ``torch.save`` writes the whole storage.
     """
     return torch.utils.dlpack.from_dlpack(rows)

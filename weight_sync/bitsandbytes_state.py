@@ -1,4 +1,4 @@
-"""What bitsandbytes keeps beside quantised weights. Sharding leaves the scales of 4 bits whole, with the module."""
+"""The scales and states that bitsandbytes keeps beside quantised weights. In 4 bits, sharding leaves the scales whole."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_PARTS = ("absmax", "offset")  # of a state; the scales may be quantised once more, and its ``state2`` has those of that
+_PARTS = ("absmax", "offset")  # scales in a state; if these are quantised themselves, ``state2`` has their scales
 
 
 def state_of(module: nn.Module) -> Any:
-    """The ``QuantState`` of a module's weight in 4 bits; None where that is of another kind.
+    """The ``QuantState`` of a module's weight in 4 bits; None for other weights.
 
-    A sharded weight has lost it, with its class; its module then gives it back in the forward.
+    A sharded weight has lost it, together with its class; then the module has it.
     """
     state = getattr(module._parameters.get("weight"), "quant_state", None)
     return getattr(module, "quant_state", None) if state is None else state

@@ -14,8 +14,11 @@ from stoker.weight_sync.shards import Held
 
 @dataclass(frozen=True)
 class Changes:
-    """What a look found. now: checksums. changed: names, since the last look. written: bytes of those taken already, by name.
-    refusal: why not to take the rest."""
+    """What a look found.
+
+    now: checksums. changed: names of what changed since the last look. written: by name, the bytes of what was taken already.
+    refusal: why not to take the rest; None: nothing is wrong.
+    """
 
     held: Held
     now: dict[tuple[str, ...], int]
@@ -25,20 +28,20 @@ class Changes:
 
 
 class Look:
-    """A look at what this rank holds; how to take it is found out once, for as long as all that lies where it does.
+    """Compares what this rank holds with the last look. It is prepared once, and valid while all tensors stay where they are.
 
-    Tensors that are ``expected`` to have changed are written to the mirror on the way, in one pass, where nothing can refuse it.
+    Tensors that are ``expected`` to have changed are written to the mirror in the same pass, unless they may still be refused.
     """
 
     def __init__(self, held: Held, mirror: Mirror, expected: Set[tuple[str, ...]]) -> None:
-        """expected: none, where what is held may be refused."""
+        """expected: names of tensors; none, where what is held may still be refused."""
         self._of = mirror.consumer, mirror.data.data_ptr(), expected
         if mirror.consumer is None and mirror.passing:
             held = held.of(lambda name: name not in mirror.passing)
         self._held, self._mirror = held, mirror
         full = dict(held.full)
         written: list[str] = []
-        if not (held.shards or mirror.passing):  # or others may refuse, or read it layer by layer
+        if not (held.shards or mirror.passing):  # else other ranks may refuse, or a consumer reads layer by layer
             written = [name for name, t in full.items() if (name,) in expected and t.device == mirror.device]
         self._written = {name: mirror.tensors[name].nbytes for name in written}
         looked_at: dict[tuple[str, ...], Tensor] = {(name,): full.pop(name) for name in written}
@@ -49,7 +52,7 @@ class Look:
         self._checksums = prepare(list(looked_at.values()), mirror.device, targets)
 
     def fits(self, expected: Set[tuple[str, ...]]) -> bool:
-        """Whether it is one for the mirror as it is now, and where it lies, with these expectations."""
+        """Whether it is still valid for the mirror, at its address, and for these expectations."""
         return (self._mirror.consumer, self._mirror.data.data_ptr(), expected) == self._of
 
     def find_changes(self, before: Mapping[tuple[str, ...], int], refusal: Exception | None) -> Changes:

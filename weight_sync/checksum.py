@@ -1,4 +1,4 @@
-"""Checksums of tensors, made on the device they are on, and what a comparison by them found."""
+"""Checksums of tensors, made on their device; and ``WeightReport``, the result of comparing weights."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class WeightReport:
 def checksums(
     tensors: Iterable[Tensor], device: torch.device | None = None, dtypes: Sequence[torch.dtype] | None = None
 ) -> list[int]:
-    """One number for each tensor, which other content of its shape has by rare chance only (see ``kernels.reference.checksum``).
+    """One number for each tensor; other content has the same only by rare chance (see ``kernels.reference.checksum``).
 
-    Made where the tensors are, and read by one copy from ``device``; None: where the first of them is. dtypes: of each
-    content after a cast, whose number it then is; casts take a temporary of at most 64 MiB.
+    They are made where the tensors are, and read by one copy from ``device``; None: where the first tensor is. dtypes: to which
+    tensors are cast first, as copies of at most 64 MiB at a time.
     """
     tensors = list(tensors)
     if not tensors:
@@ -55,7 +55,7 @@ def checksums(
     device = tensors[0].device if device is None else device
     numbered = list(zip(count(), tensors, map(_dtype, tensors) if dtypes is None else dtypes, strict=False))
     whole: dict[torch.device, list[int]] = {}
-    owners: list[int] = []  # of the numbers, in their order
+    owners: list[int] = []  # which tensor each number is of
     sums: list[Tensor] = []
     for i, tensor, dtype in numbered:
         if tensor.dtype == dtype:
@@ -74,9 +74,9 @@ def checksums(
 
 
 def prepare(tensors: Sequence[Tensor], device: torch.device, targets: Sequence[Tensor] = ()) -> Callable[[], list[int]]:
-    """What makes the ``checksums`` each time it is called, as long as all tensors lie where they do.
+    """A function that makes the ``checksums`` each time it is called, valid while all tensors stay where they are.
 
-    targets: on ``device``; where the first of the tensors, which are there too, are written to as they are read, cast.
+    targets: tensors on ``device`` to which the first tensors, which are there too, are written, cast, as they are read.
     """
     lots: dict[torch.device | None, list[int]] = {None: list(range(len(targets)))} if targets else {}
     for i, tensor in enumerate(tensors[len(targets) :], len(targets)):
@@ -98,7 +98,7 @@ def prepare(tensors: Sequence[Tensor], device: torch.device, targets: Sequence[T
 
 
 def _casts(tensors: Iterable[tuple[int, Tensor, torch.dtype]]) -> Iterator[list[tuple[int, Tensor]]]:
-    """Pieces of tensors after their casts, in lots on one device, each with the number of its tensor."""
+    """Cast pieces of tensors, in lots on one device, each with its tensor's number."""
     lot: list[tuple[int, Tensor]] = []
     room = PIECE_BYTES
     for i, tensor, dtype in tensors:
@@ -118,8 +118,10 @@ _Number = tuple[str, Tensor, torch.dtype]  # a name, the tensor, and the dtype i
 
 
 def in_doubt(tensors: Iterable[_Number], *, finite: bool) -> Iterator[_Number]:
-    """Those of which ``unfit`` looks at the values: where the dtype has a much smaller range (float16); bfloat16 holds every
-    float32 that weights have. finite: all."""
+    """The tensors whose values ``unfit`` looks at: all if ``finite``, else those whose new dtype has a much smaller range.
+
+    That is float16; bfloat16 can hold every float32 that weights have.
+    """
     for name, tensor, dtype in tensors:
         doubtful = (finite and tensor.is_floating_point()) or _narrows(tensor.dtype, dtype)
         if doubtful and tensor.numel():
@@ -137,7 +139,7 @@ def unfit(tensors: Iterable[_Number], *, finite: bool) -> Iterator[str]:
     norms = partial(torch._foreach_norm, ord=float("inf"))
     wide = [t for _, t, _ in looked_at if t.itemsize > 1]
     of_wide = iter(norms(wide) if wide else ())
-    # Of 8 bits torch has no norm; one after the other, so that they take the memory of one.
+    # Torch has no norm in 8 bits. One after the other, so that only one copy takes memory at a time.
     maxima = [next(of_wide) if t.itemsize > 1 else norms([t.bfloat16()])[0] for _, t, _ in looked_at]
     device = looked_at[0][1].device
     largest = torch.stack([m.to(device, torch.float64) for m in maxima]).tolist()

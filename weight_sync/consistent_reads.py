@@ -15,10 +15,10 @@ _Stamp = tuple[tuple[int, int], tuple[int, int]]  # which file it is; its size a
 
 @contextmanager
 def not_rewritten(path: str) -> Iterator[None]:
-    """Context manager around reading ``path``, a file of weights or a folder of them: what was read is of one version.
+    """Context manager around reading ``path``, a file or a folder of weights: what was read is one version of it.
 
-    Raises ``WeightTransferError`` where it may not be: a file was written to meanwhile, or some of several were replaced. A
-    single file may be replaced, as one or the other was read as a whole.
+    Raises ``WeightTransferError`` where it may not be: a file was written to meanwhile, or some of several files were replaced. A
+    single file may be replaced: then the old or the new one was read as a whole.
     """
     before = _stamps(path)
     yield
@@ -44,7 +44,7 @@ def _stamps(path: str) -> dict[str, _Stamp]:
     for name in names:
         try:
             stat = os.stat(os.path.join(path, name) if name else path)
-        except OSError:  # of what is not there any more; reading says so where that matters
+        except OSError:  # it is gone; reading fails if that matters
             continue
         found[name or os.path.basename(path)] = (stat.st_dev, stat.st_ino), (stat.st_size, stat.st_mtime_ns)
     return found

@@ -1,4 +1,4 @@
-"""Where the parts of a DTensor lie: over which ranks a mesh cuts it, and which box of the whole each of them holds."""
+"""The layout of a DTensor: over which ranks a mesh cuts it, and which box of the whole tensor each of them holds."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from stoker.kernels.errors import UnsupportedModelError
 
 Box = tuple[tuple[int, int], ...]
 FLAT = (-1,)  # the shape of a tensor that is flattened
-# Made for a mesh that is part of the world, by that world, the present one, and their ranks: a process keeps those it has made.
+# Groups that were made for meshes over part of the world, by world and ranks. A process keeps those of the present world.
 _GROUPS: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the parts of tensors of one shape, placement and mesh are.
+    """Where the parts of tensors with one shape, placement and mesh are.
 
-    boxes: by group rank, of the tensor in that shape (empty: its own); part: this rank's, as its box has it.
+    boxes: by group rank, boxes of the tensor seen in ``shape`` (empty: its own). part: the shape of this rank's box.
     """
 
-    group: dist.ProcessGroup | None  # None: whole on every rank
-    local: tuple[int, ...]  # this rank's shape
+    group: dist.ProcessGroup | None  # None: every rank has the whole
+    local: tuple[int, ...]  # the shape of this rank's local tensor
     boxes: tuple[Box, ...] = ()
     shape: tuple[int, ...] = ()
     part: tuple[int, ...] = ()
 
 
 def device_of(mesh: DeviceMesh, of_parts: torch.device) -> torch.device:
-    """The device on which a trainer computes with parts, which may wait in host memory."""
+    """The device on which a trainer computes with parts. These may be kept in host memory."""
     kind = mesh.device_type
     if kind == of_parts.type:
         return of_parts
-    return torch.empty(0, device=kind).device  # the present one of that kind
+    return torch.empty(0, device=kind).device  # the current device of that kind
 
 
 def _splits(mesh: DeviceMesh, placements: Sequence[Any]) -> list[int]:
-    """The dimensions of a mesh that shard; the copies along the others are equal."""
+    """The dimensions of a mesh that shard; along the others there are equal copies."""
     return [i for i, p in enumerate(placements) if isinstance(p, Shard | _StridedShard) and mesh.size(i) > 1]
 
 
 def group_over(mesh: DeviceMesh, placements: Sequence[Any]) -> dist.ProcessGroup | None:
-    """The group of ranks that hold the parts beside this one's; None where it has the whole, or is not in the mesh."""
+    """The group of ranks with whose parts this rank's makes the whole; None where it has the whole, or is not in the mesh."""
     sharded, coordinate = _splits(mesh, placements), mesh.get_coordinate()
     if not sharded or coordinate is None:
         return None
@@ -83,13 +83,13 @@ def layout_of(name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: tor
         return Layout(None, local)
     of_group = [places[rank] for rank in dist.get_process_group_ranks(group)]
     if len({tuple(place[i] for i in sharded) for place in of_group}) < len(of_group):
-        raise UnsupportedModelError(  # torch itself has lost the rest
+        raise UnsupportedModelError(  # torch itself has lost the missing parts
             f"{name}, placed as {placements}, is not whole on the ranks {mesh.mesh.tolist()}, which are out of "
             "order: give its mesh ascending ones"
         )
     boxes = [cuts.box(sizes, place) for place in of_group]
     if all(box[1:] == boxes[0][1:] for box in boxes):
-        # Which then can be cut anywhere: a row of a layer's experts is a whole matrix.
+        # Flattened it can be cut anywhere. (A row of a layer's experts would be a whole matrix.)
         row = math.prod(shape[1:])
         boxes = [((low * row, high * row),) for (low, high), *_ in boxes]
         return Layout(group, local, tuple(boxes), FLAT, (math.prod(local),))
@@ -102,17 +102,16 @@ def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     if sorted(ranks) == list(range(dist.get_world_size())):
         return world
     for key in [key for key in _GROUPS if key[0] is not world]:
-        del _GROUPS[key]  # which would keep threads and sockets of a world that is no more
+        del _GROUPS[key]  # or it would keep threads and sockets of a world that is gone
     if (world, ranks) not in _GROUPS:
         _GROUPS[world, ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
     return _GROUPS[world, ranks]
 
 
 def _places(mesh: DeviceMesh) -> dict[int, list[int]]:
-    """For each rank, which part it has of what each dimension of the mesh splits.
+    """For each rank and each dimension of the mesh, the number of the part it has.
 
-    That is its rank in the dimension's group, as torch's collectives have it, and these are in ascending order: in a mesh
-    of another order it is not its coordinate.
+    That is its rank in the dimension's group. Torch sorts groups, so in a mesh in another order it is not its coordinate.
     """
     ranks = mesh.mesh
     places = [ranks.argsort(dim).argsort(dim).flatten() for dim in range(mesh.ndim)]
@@ -121,8 +120,11 @@ def _places(mesh: DeviceMesh) -> dict[int, list[int]]:
 
 @dataclass(frozen=True)
 class _Cuts:
-    """How a mesh cuts a tensor in this shape: in turn, which dimension of the mesh cuts which of the tensor into chunks of
-    rounded-up length. packed: of dimensions of the tensor's own shape, in how many parts they lie here, one dimension more."""
+    """How a mesh cuts a tensor, seen in ``shape``.
+
+    turns: (dimension of the mesh, dimension of the tensor that it cuts into chunks of rounded-up length), in order. packed: the
+    dimensions of the tensor's own shape that are two here, with the number of parts in the first of these.
+    """
 
     shape: tuple[int, ...]
     turns: tuple[tuple[int, int], ...]
@@ -151,9 +153,9 @@ class _Cuts:
 def _cuts(shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Any]) -> _Cuts | None:
     """How placements cut a tensor; None where that is not known.
 
-    Mesh dimensions split a tensor dimension from left to right, each what the one before left. A strided one whose factor
-    is the number of parts that those to its right make (FSDP over tensor parallelism) comes after these, and splits what
-    they left. One that is alone splits each of so many equal parts, as of gate and up that are packed into one.
+    Mesh dimensions cut a tensor dimension from left to right, each the chunks of the one before. There are two kinds of strided
+    placement. Where its factor is the number of parts that the dimensions to its right make (FSDP over tensor parallelism), it
+    comes after these. Where it is alone, it cuts each of that many equal parts, such as gate and up packed into one tensor.
     """
     splits = [
         (isinstance(p, _StridedShard), i, p.dim % len(shape))

@@ -1,4 +1,4 @@
-"""Shards gathered bucket by bucket straight to where they belong, the next gather running while one is put in place."""
+"""Gathers shards bucket by bucket, straight to where they belong. While one bucket is put in place, the next is gathered."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from stoker.weight_sync.mirror import Mirror
 from stoker.weight_sync.rank_agreement import lost
 from stoker.weight_sync.shards import Piece, Shards
 
-# Collectives reach their bandwidth from some 10 MB a rank on; more only takes memory.
+# Collectives reach their full bandwidth from some 10 MB a rank on; larger buckets only take memory.
 MEMORY_BYTES = 256 * 2**20
 
-# Gathers, and calls what it is given with the names of each layer whose tensors pass through.
+# Gathers, and calls its argument with the names of each layer whose tensors pass through.
 Gathering = Callable[[Callable[[Collection[str]], object]], None]
 
 # torch 2.13 renamed it, and warns of the older name.
@@ -32,7 +32,7 @@ _ALIGNMENT = 16  # bytes: parts of different dtypes lie in one buffer
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows ``low`` to ``high`` of one local tensor, in a slot of every rank's share of the bucket."""
+    """Rows ``low`` to ``high`` of one local tensor, at the same offset in every rank's share of a bucket."""
 
     shards: Shards
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class _Part:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a piece lies in it. A flat parameter may have rows that are not gathered."""
+        """Whether it has a part of any piece. A flat parameter may have rows that are not gathered."""
         return any(p.within(self.low, self.high) for of_rank in self.shards.pieces for p in of_rank)
 
     def pack(self, share: Tensor) -> None:
@@ -58,7 +58,7 @@ class _Part:
 
     def place(self, gathered: Tensor, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """(where it belongs, what came) of every rank's rows in ``gathered``, uint8 [ranks, bytes]."""
-        if self.shards.even:  # as nearly all are: two calls in place of some for each rank
+        if self.shards.even:  # nearly always: two calls in place of several for each rank
             came = gathered[:, self.offset : self.offset + (self.high - self.low) * self.dtype.itemsize]
             by_rank = tensors[self.shards.names[0]].view(len(gathered), -1)
             yield from zip(by_rank[:, self.low : self.high].unbind(), came.view(self.dtype).unbind(), strict=True)
@@ -93,10 +93,10 @@ class Bucket:
 def plan(
     shards: Sequence[Shards], dtypes: Mapping[str, torch.dtype], memory_bytes: int, device: torch.device
 ) -> list[Bucket]:
-    """The same buckets on every rank. A tensor that does not fit is split by rows, and a row is the least that is sent.
+    """The buckets, the same on every rank. A tensor that does not fit is split by rows; a single row is never split.
 
-    dtypes: of the tensors in the engine; a part whose tensors all have one is cast before it is sent. memory_bytes: all
-    that ``gather`` may take, with what Gloo takes for it.
+    dtypes: of the tensors in the engine; a part is cast before it is sent, if all its tensors have the same. memory_bytes: all
+    that ``gather`` may take, including Gloo's own buffers.
     """
     buckets: list[Bucket] = []
     for one in shards:
@@ -118,7 +118,7 @@ def plan(
 
 
 def share_bytes(group: dist.ProcessGroup, memory_bytes: int, device: torch.device) -> int:
-    """The most that each rank can send at a time, two of which are under way."""
+    """The most that each rank can send in a bucket, with two buckets under way."""
     copies = 2 if group._get_backend(device).name() == "gloo" else 1  # Gloo gathers into memory of its own
     return int(memory_bytes * (1 - _BESIDES)) // (2 * copies * group.size())
 
@@ -131,13 +131,13 @@ def buffers_for(buckets: Sequence[Bucket], device: torch.device) -> Tensor:
 def gather(
     buckets: Sequence[Bucket], buffers: Tensor, tensors: Mapping[str, Tensor], then: Callable[[int], None]
 ) -> Exception | None:
-    """Fill ``tensors`` with the full contents, and tell ``then`` of each bucket that is in place. All ranks have one plan.
+    """Fill ``tensors`` with their full contents, and call ``then`` for each bucket that is in place. All ranks have one plan.
 
-    buffers: as for ``buffers_for``; this rank's share lies where it is gathered to. Returns what went wrong on this rank
-    alone, a lack of memory say: it takes part to the end all the same, as the others would wait for it.
+    buffers: of ``buffers_for``; this rank's share is made where it is gathered to. Returns what went wrong on this rank alone,
+    such as a lack of memory: it still takes part to the end, since the others would wait for it.
 
-    Raises ``WeightTransferError`` naming what was being gathered when a rank failed, or was not heard of in the time its
-    process group allows. ``tensors`` are part old, part new after either.
+    Raises ``WeightTransferError`` naming what was being gathered when a rank failed, or was not heard of within the time-out of
+    its process group. In both cases ``tensors`` are partly old and partly new.
     """
     failures: list[Exception] = []
 
@@ -182,11 +182,11 @@ def gather(
 def prepare(
     memory: ExitStack, mirror: Mirror, shards: Sequence[Shards], memory_bytes: int, *, kept: bool = True
 ) -> Gathering:
-    """Take what a gather of these shards into a mirror needs; ``memory`` gives it back.
+    """Prepare a gather of these shards into a mirror; returns a function that does it. ``memory`` gives back what it takes.
 
-    What is returned gathers them, as all ranks do: to where they are kept, and then layer by layer those that pass through;
-    it calls its argument with the names of a layer's while their numbers are in memory. kept: whether to gather those.
-    What goes wrong on this rank alone it raises when all is through.
+    All ranks call that function together. It first gathers what the mirror keeps, if ``kept``; then, layer by layer, what passes
+    through, and calls its argument with the names of each layer while their numbers are in memory. What goes wrong on this
+    rank alone it raises at the end.
 
     Raises ``EngineStateError`` where there is no memory for it.
     """

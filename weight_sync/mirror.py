@@ -1,4 +1,4 @@
-"""The engine's own copy of the weights: one piece of memory, in which tensors of one matmul lie side by side."""
+"""``Mirror``: the engine's own copy of the weights, in one piece of memory. Tensors of one matmul lie side by side."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ _ALIGNMENT = 256  # bytes
 
 
 class Consumer(Protocol):
-    """What keeps something that it makes of weights, in place of these."""
+    """Keeps something that it makes of weights, so that the weights themselves need not be kept."""
 
     def refresh(self, names: Collection[str]) -> int:
-        """Make it anew from these weights, which are in memory now; returns the bytes that were written."""
+        """Make it anew from these weights, which are in memory only now; returns the bytes that were written."""
         ...
 
     def mismatches(self, names: Collection[str]) -> list[str]:
-        """The names of those weights, which are in memory now, from which it would make something else."""
+        """The names of those of these weights from which it would now make something else. They are in memory only now."""
         ...
 
 
 class Mirror(OffloadableMemory):
-    """Named tensors in one storage, those of a group side by side, which can be given back and taken again.
+    """Named tensors in one storage, those of a group side by side. Its memory can be given back and taken again.
 
-    The tensors stay the same objects, and views of the storage, through all of ``offload``, ``release`` and ``restore``;
-    their addresses need not. ``complete``: whether they hold one set of weights, and not none or parts of two.
+    The tensors stay the same objects, and views of the storage, through ``offload``, ``release`` and ``restore``; their addresses
+    may change. ``complete``: whether they hold one set of weights, and not none, or parts of two.
 
-    Of those in ``passing`` the engine keeps what it makes of them and not themselves. The sets of ``layers`` that they are in lie
-    in the same memory, one over the other, which is there within ``room()``: whoever writes to one set has lost the others.
-    ``consumer``: what makes something of them.
+    Of tensors in ``passing`` the mirror keeps only what ``consumer`` makes of them. The sets of ``layers`` that they are in all
+    share one piece of memory, which is there within ``room()``: writing one set overwrites the others.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Mirror(OffloadableMemory):
         layers: Sequence[frozenset[str]],
         stable: StableBuffers,
     ) -> None:
-        """aliases: a tied tensor's other names, to the one in ``shapes``. layers: the sets of ``passing``, none of them tied."""
+        """aliases: from a tied tensor's other names to the one in ``shapes``. layers: sets of ``passing`` tensors, none tied."""
         self.layers = tuple(layers)
         self.layer_of = {name: index for index, layer in enumerate(layers) for name in layer}
         self.passing = frozenset(self.layer_of)
@@ -82,7 +81,7 @@ class Mirror(OffloadableMemory):
         return written
 
     def let_through(self, new: Mapping[str, Tensor]) -> Iterator[list[str]]:
-        """Yields the names of those in ``passing``, layer by layer, while their numbers are in memory."""
+        """Write the ``passing`` tensors among these, layer by layer; yields a layer's names while its numbers are in memory."""
         by_layer: dict[int, list[str]] = {}
         for name in filter(self.layer_of.__contains__, new):
             by_layer.setdefault(self.layer_of[name], []).append(name)
@@ -92,13 +91,13 @@ class Mirror(OffloadableMemory):
                 yield names
 
     def release(self) -> None:
-        """Give all memory back. What was held is gone: after ``restore`` comes a complete update."""
+        """Give all memory back, and lose its content: after ``restore`` a complete update has to come."""
         self.complete = False
         super().release()
 
     @contextmanager
     def room(self) -> Iterator[None]:
-        """Context manager: those in ``passing`` have memory."""
+        """Context manager: tensors in ``passing`` have memory."""
         storage = self._room.untyped_storage()
         before = storage.nbytes()
         storage.resize_(len(self._room))
@@ -109,14 +108,14 @@ class Mirror(OffloadableMemory):
 
     @torch.no_grad()
     def fill_room(self) -> None:
-        """Fill those in ``passing`` with noise as large as weights are, which shows as well what a layer computes."""
+        """Fill tensors in ``passing`` with noise as large as weights are. It shows what a layer computes as well as weights do."""
         generator = torch.Generator(self._room.device).manual_seed(0)
         tensors = (self.tensors[name] for layer in self.layers for name in sorted(layer))
         for tensor in {(t.storage_offset(), t.shape): t for t in tensors}.values():  # most layers are alike
             tensor.normal_(std=tensor.shape[-1] ** -0.5, generator=generator)
 
     def close_room(self) -> None:
-        """Give the first memory of those in ``passing`` back."""
+        """Give back the memory that tensors in ``passing`` have at first."""
         self._room.untyped_storage().resize_(0)
 
 

@@ -21,13 +21,11 @@ def compare(
 ) -> tuple[int, list[str]]:
     """(number of tensors compared, names of those that differ from the trainer's in the mirror's dtypes).
 
-    read: gives what this rank holds. parts: as all ranks know them, also where one cannot read its own; these tell each other
-    the checksums of theirs, so all of them call it together. alike: as for ``agree``.
+    read: returns what this rank holds. parts: as all ranks know them, even one that cannot read its own. Ranks exchange checksums
+    of their parts, so all of them call this together. alike: as for ``agree``.
     """
     passing, consumer, device = mirror.passing, mirror.consumer, mirror.device
-    dtypes = {
-        name: tensor.dtype for name, tensor in mirror.tensors.items()
-    }  # of tied ones, too, which may be untied by now
+    dtypes = {name: t.dtype for name, t in mirror.tensors.items()}  # also of tied ones, which may be untied by now
     with ExitStack() as memory:
         with telling(parts, device):
             held = read()
@@ -38,7 +36,7 @@ def compare(
             theirs = checksums([whole[n] for n in names], device, [dtypes[n] for n in names])
             ours = checksums([mirror.tensors[name] for name in names], device)
             wrong = [n for n, a, b in zip(names, theirs, ours, strict=True) if a != b] + reshaped
-            # Others came after the engine was built.
+            # Any others came after the engine was built.
             shards = [s for s in held.shards if mirror.tensors.keys() >= {*s.names}]
             kept = by_group(part for part in (s.of(lambda n: n not in passing) for s in shards) if part.names)
             comparisons = [Comparison(*of_group, device, dtypes) for of_group in kept.items()]
@@ -62,13 +60,13 @@ def compare(
 
 
 def _tied_since(held: Held, mirror: Mirror) -> dict[str, Tensor]:
-    """The trainer's whole tensors under those other names of theirs that had tensors of their own when the mirror was made."""
+    """The trainer's tensors that are tied now, under names that had tensors of their own when the mirror was made."""
     pairs = ((other, first) for other, first in held.aliases.items() if first in held.full)
     return {n: held.full[first] for n, first in pairs if mirror.tensors.get(n) is not mirror.tensors.get(first)}
 
 
 class Comparison:
-    """Compares the shards of one group. Its ranks ``exchange`` checksums together; all else each does by itself."""
+    """Compares the shards of one group. Its ranks call ``exchange`` together; the rest each does by itself."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Keeps a mirror up to date with a trainer whose tensors have another dtype or place, or are sharded."""
+"""Keeps a mirror up to date with a trainer whose tensors have another dtype, lie on another device, or are sharded."""
 
 from __future__ import annotations
 
@@ -34,33 +34,36 @@ from stoker.weight_sync.staging import copy_each
 
 @dataclass
 class _Known:
-    """What a trainer holds, and what was found out of it: that it fits, and how to look at it.
+    """What a trainer holds, and what was found out about it: that it fits, and how to look at it.
 
-    tree: of a model with no parts, that it is of as long as that is the same; None: it was read for one time.
+    tree: of the model it was read from; it is valid as long as that is the same. None: it is not to be used again.
     """
 
     held: Held
     tree: Tree | None = None
-    in_doubt: list[tuple[str, Tensor, torch.dtype]] | None = None  # whether its range does; None: as yet nothing
+    in_doubt: list[tuple[str, Tensor, torch.dtype]] | None = (
+        None  # tensors whose range may not fit; None: not looked yet
+    )
     looks: dict[bool, Look] = field(default_factory=dict)  # the last one with expectations, and the last without
 
 
 class MirroredSource:
-    """Keeps a mirror of what the trainer holds: whole tensors in another dtype or place, or shards of any kind.
+    """Keeps a mirror of what the trainer holds: whole tensors in another dtype or on another device, or shards of any kind.
 
-    Of adapters it holds what is sharded, in the trainer's dtype; what is whole the engine reads where it is. Weights in 4
-    bits it holds as they are packed, with their scales.
+    Of adapters it holds those that are sharded, in the trainer's dtype; the engine reads whole ones where they are. Weights in 4
+    bits are held packed, with their scales.
 
-    A pull moves only tensors whose checksum changed since the last one: it reads what this rank holds, and writes what is
-    new; whole tensors that the last pull found changed are written as they are read, in one pass. Shards are gathered
-    bucket by bucket straight into the mirror, one gather under way while the one before is put in place. Both take at most
-    ``gather_bytes`` besides the mirror, Gloo's own buffers among them (a tensor that is sharded along another dimension
-    than its first goes at least one row at a time); checksums are made before that, on a CPU with some 5 MiB. Ranks that
-    find other tensors changed take part in each other's gathers. All that can be refused is refused before the first byte
-    is written. A gather that fails half-way leaves the mirror in parts old and new: ``complete`` is False until a pull
-    succeeds. (A second mirror would keep the old version, and double what this one takes.)
+    A pull reads what this rank holds, and writes only tensors whose checksum changed since the last pull. Whole tensors that the
+    last pull found changed are written in the same pass. Shards are gathered bucket by bucket straight into the mirror; while
+    one bucket is put in place, the next is gathered. Both together take at most ``gather_bytes`` besides the mirror, Gloo's own
+    buffers included (but at least one row of a tensor that is sharded along another dimension than its first); checksums, made
+    before that, take some 5 MiB on a CPU. Ranks take part in each other's gathers where they find different tensors changed.
 
-    Weights that are handed over pass through: those of one layer after the other are in memory while they are.
+    Whatever can be refused is refused before the first byte is written. A gather that fails half-way leaves the mirror partly
+    old and partly new, and ``complete`` False until a pull succeeds. (A second mirror could keep the old version, for twice the
+    memory.)
+
+    Weights that are handed over pass through: they are in memory one layer after the other, while they are handed over.
     """
 
     kind = "mirror"
@@ -75,17 +78,17 @@ class MirroredSource:
         gather_bytes: int = MEMORY_BYTES,
         stable: StableBuffers = lambda *_: None,
     ) -> None:
-        """stable: makes memory whose addresses stay over a sleep, where there can be such."""
+        """stable: makes memory that keeps its addresses through a sleep, where that is possible."""
         self.model = model
         self._stable = stable
         self._gather_bytes = gather_bytes
         self._wanted = dtype
         self._check_finite = check_finite
-        self._known: _Known | None = None  # what was read last, of a model with no parts
+        self._known: _Known | None = None  # what was read last, of a model that is not sharded
         held = self._read()
         self._shapes, self._aliases = held.shapes, held.aliases
         self._adapters, self._beside, self._packed = held.adapters, held.beside, held.states
-        self._parts = parts_of(held.shards)  # as all ranks have them, also where one cannot read its own
+        self._parts = parts_of(held.shards)  # kept, so that a rank knows them even when it cannot read its own
         parameters = held.parameters - held.adapters  # these stay in the trainer's dtype
         self._dtypes = engine_dtypes(model, held.dtypes, parameters, dtype)
         kinds = {(held.dtypes[name], self._dtypes[name]) for name in parameters}
@@ -93,16 +96,18 @@ class MirroredSource:
         self.optional = held.optional
         own = [*(s.device for s in held.shards), *(t.device for t in held.full.values()), torch.device("cpu")][0]
         device = device or own
-        self.converts = self._dtypes != held.dtypes or device.type != own.type  # so that it holds other bits
-        self.device = torch.empty(0, device=device).device  # "cuda" has no index, and its tensors' device has
-        plain = parameters - self._packed.keys()  # packed ones say nothing of what they are computed in
+        self.converts = (
+            self._dtypes != held.dtypes or device.type != own.type
+        )  # whether it holds other bits than the trainer
+        self.device = torch.empty(0, device=device).device  # with an index, which "cuda" lacks
+        plain = parameters - self._packed.keys()  # a packed weight's dtype is not the one it computes in
         self.dtype = main_dtype((self._dtypes[name], held.shapes[name].numel()) for name in plain)
         self.mirror: Mirror | None = None
-        self._kept: set[str] = set()  # of those that could pass through
+        self._kept: set[str] = set()  # weights that could pass through, and must not
         self._seen: dict[tuple[str, ...], int] = {}
-        self._expected: set[tuple[str, ...]] = set()  # to change, as they did before
+        self._expected: set[tuple[str, ...]] = set()  # what is expected to change again, as it did the last time
         self._from_elsewhere = False
-        self._number: int | None = None  # as for ``number_of``: of several alike, ranks may not gather one each
+        self._number: int | None = None  # of ``number_of``: tells apart several sources of the same model
 
     @property
     def module(self) -> nn.Module:
@@ -142,15 +147,16 @@ class MirroredSource:
         return frozenset() if self.mirror is None else self.mirror.passing
 
     def keep(self, names: Collection[str]) -> None:
-        """Keep these in memory all the time, in tensors that the next call of ``tensors`` makes."""
+        """Always keep these in memory, in tensors that the next call of ``tensors`` makes."""
         self._kept |= {*names}
         self.release()
 
-    def hand_over(self, consumer: Consumer) -> int:
+    def hand_over(self, consumer: Consumer) -> None:
         assert self.mirror is not None
         self.mirror.consumer = consumer
         self.mirror.close_room()
-        return self.pull() if self.mirror.passing else 0
+        if self.mirror.passing:
+            self.pull()
 
     def _give_states(self, mirror: Mirror) -> None:
         for name, state in self._packed.items():
@@ -180,7 +186,7 @@ class MirroredSource:
             own: list[tuple[str, Any]] = [(n, t) for n, t, _ in named_tensors(self.model) if n in self.optional]
             whole = [t.to_local() if isinstance(t, DTensor) else t for _, t in own]
             copy_each([self.mirror.tensors[name] for name, _ in own], whole)
-        self.mirror.complete |= not self._adapters  # which did not come, and may have been dropped
+        self.mirror.complete |= not self._adapters  # adapters did not come, and may have been dropped
         self._from_elsewhere, self._seen = True, {}
 
     def write(self, new: Mapping[str, Tensor]) -> int:
@@ -194,9 +200,7 @@ class MirroredSource:
     def catch_up(self) -> bool:
         if (held := self._remembered()) is None:
             if is_sharded(self.model) and not (dist.is_initialized() and dist.get_world_size() == 1):
-                return (
-                    False  # not even read: FSDP2 would have to gather anew, on this rank alone, what a forward has left
-                )
+                return False  # do not even read: that would reshard what FSDP2 has gathered, on this rank alone
             held = self._read()
         return not held.shards and not self._from_elsewhere and self._take(self._look(held)) > 0
 
@@ -206,7 +210,7 @@ class MirroredSource:
         with self._telling():
             found = self._look(self._read(), self._expected)
         written = self._take(found, alike)
-        self._expected = found.changed if follows else set()  # all that comes into an empty mirror says nothing
+        self._expected = found.changed if follows else set()  # the first filling does not tell what will change
         return written
 
     def refuse(self, error: Exception) -> bool:
@@ -246,7 +250,7 @@ class MirroredSource:
     def fill(self) -> bool:
         before, held = self._seen, self._read()
         if not held.shards:
-            with suppress(UnsupportedModelError, WeightsMismatchError):  # which the next pull says again
+            with suppress(UnsupportedModelError, WeightsMismatchError):  # the next pull raises it again
                 self._take(self._look(held))
         return before != self._seen
 
@@ -254,27 +258,27 @@ class MirroredSource:
         """Drop the mirror. The trainer was never touched."""
         self.mirror = self._known = None
 
-    # -- how it is done ----------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------
 
     def _read(self) -> Held:
         """What the trainer holds now."""
         if (held := self._remembered()) is None:
             self._known = None
-            # First: what changes meanwhile is seen the next time.
+            # First, so that changes made meanwhile are seen the next time.
             tree = None if is_sharded(self.model) else Tree(self.model)
             held = read(self.model)
-            if tree is not None and not held.states:  # whose scales are in no tree
+            if tree is not None and not held.states:  # a tree has no scales
                 self._known = _Known(held, tree)
         return held
 
     def _remembered(self) -> Held | None:
-        """What was read last, of a whole model that has the same tensors at the same places now."""
+        """What was read last, if the model is whole and still has the same tensors at the same places."""
         known = self._known
         return known.held if known is not None and known.tree is not None and known.tree.same() else None
 
     def _look(self, held: Held, expected: Set[tuple[str, ...]] = frozenset()) -> Changes:
         assert self.mirror is not None and self.mirror.resident
-        # Parts are let go: the trainer may have others in their place soon, and need the memory.
+        # What was read of a sharded model is not kept: the trainer may replace its parts, and need the memory.
         known = self._known if self._known is not None and self._known.held is held else _Known(held)
         refusal = self._refusal(known)
         expected = expected if refusal is None else frozenset()
@@ -309,7 +313,7 @@ class MirroredSource:
         if not (new or self._parts):
             self._give_states(mirror)
             return there
-        # Group by group: what a group agreed on then decides its buckets, whatever lies between and changed elsewhere only.
+        # Group by group, so that a group's buckets depend only on what that group has agreed on.
         shards = [s for of_group in by_group(held.shards).values() for s in of_group if s.names in changed]
 
         def refresh(names: Collection[str]) -> None:
@@ -321,7 +325,7 @@ class MirroredSource:
             with self._telling():
                 self._give_states(mirror)
                 gathering = prepare(memory, mirror, shards, self._gather_bytes)
-            agree(self._parts, self.device)  # that there is the memory for it; nothing is written before
+            agree(self._parts, self.device)  # all ranks have the memory for it; nothing was written so far
             mirror.complete = False
             try:
                 with self._telling():

@@ -1,4 +1,4 @@
-"""Tells in a few passes of C whether a model is as it was: its modules, its tensors by name, and where each lies."""
+"""Tells quickly whether a model is as it was: its modules, its tensors by name, and their addresses. Most of it runs in C."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 _T = TypeVar("_T")
-_GLANCE = 256  # of modules' registries, or of what else there is many of: what a glance looks at
-_TOP = 64  # of these, the first: wrappers, and what the model begins with
+_GLANCE = 256  # how many modules' registries, or other things, a glance looks at
+_TOP = 64  # how many of these are the first ones: wrappers, and the beginning of the model
 _dtype, _shape, _modules = attrgetter("dtype"), attrgetter("shape"), itemgetter("_modules")
 
 
 def at_a_glance(things: Sequence[_T]) -> list[_T]:
-    """All of few things; of many the first, and others at random (at even steps, all might be of one kind)."""
+    """All things, if there are few; of many the first ones, and others at random (at even steps, all might be of one kind)."""
     if len(things) <= _GLANCE:
         return list(things)
     return [*things[:_TOP], *Random(0).sample(things[_TOP:], _GLANCE - _TOP)]
@@ -27,14 +27,14 @@ def at_a_glance(things: Sequence[_T]) -> list[_T]:
 class Tree:
     """A model as it is now, with all its wrappers, to be compared with later.
 
-    A walk over names asks Python several times about every module, which takes milliseconds for a thousand parameters. This
-    keeps flat lists of dictionaries and tensors, and compares them by calls that never come back to Python. What is left is
-    reading some ten cache lines a module: 0.2 us each. Tensors are compared by ``is``: ``==`` of two would compute.
+    A walk over names would run Python code for every module, which takes milliseconds for a thousand parameters. This keeps
+    flat lists of dictionaries and tensors, and compares them by calls that stay in C. What remains is reading some ten cache
+    lines a module: 0.2 us each. Tensors are compared by ``is``, since ``==`` would compute.
     """
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(map(vars, model.modules()))
-        # Modules are equal to themselves alone, being hashable; so dictionaries of them can be compared as they are.
+        # A module is equal only to itself, so dictionaries of modules can be compared directly.
         self._parents = [m for m in modules if m["_modules"]]
         self._children = [dict(m["_modules"]) for m in self._parents]
         registries = [m[name] for m in modules for name in ("_modules", "_parameters", "_buffers")]
@@ -48,7 +48,7 @@ class Tree:
         self._members = list(map(dict, members))
         self._contents = _contents(members)
         self._empty = tuple(r for r in registries if not r)  # most are
-        self._nothing = get_referents(*self._empty)  # none, but of registries with a class of their own, that
+        self._nothing = get_referents(*self._empty)  # nothing; but a registry of another class refers to its class
         self._tensors = [t for one in self._members for t in one.values() if isinstance(t, Tensor)]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         self._dtypes = list(map(_dtype, self._tensors))
@@ -56,16 +56,16 @@ class Tree:
         self._strides = list(map(Tensor.stride, self._tensors))
 
     def looks_same(self) -> bool:
-        """``same`` at a glance, which takes as long for any model: whatever changes a whole model is seen, not each detail.
+        """``same`` at a glance, in a time that does not grow with the model. It may miss details, not a change of the whole.
 
-        Of a large model it looks at a part. It misses the first tensor or child of a module that had none, another name,
-        dtype or layout for what lies where it lay, and another registry in place of one.
+        Of a large model it looks at only a part. It misses the first tensor or child of a module that had none; another name,
+        dtype or layout at the same address; and a registry that was replaced by another.
         """
         same = _are(get_referents(*self._some), self._held)
         return same and list(map(Tensor.data_ptr, self._lying)) == self._at
 
     def same(self) -> bool:
-        """Whether no module or tensor was added, taken away, renamed, replaced or moved, nor has another dtype or layout."""
+        """Whether no module or tensor was added, removed, renamed, replaced or moved, or got another dtype or layout."""
         tensors = self._tensors
         return (
             get_referents(*self._empty) == self._nothing
@@ -84,7 +84,7 @@ class Tree:
         if (counts, names) != self._contents[:2] or not _are(values, self._contents[2]):
             if list(map(_ids, registries)) != list(map(_ids, self._members)):
                 return False
-            self._contents = contents  # in another order, as PEFT leaves experts that it has adapted for a forward
+            self._contents = contents  # only the order is another, as PEFT's forwards leave it for experts
         return True
 
 
@@ -93,11 +93,11 @@ def _ids(registry: dict[str, Any]) -> dict[str, int]:
 
 
 def _contents(registries: Sequence[dict[str, Any]]) -> tuple[list[int], list[str], list[Any]]:
-    """(how much is in each registry, all names, what has them)."""
+    """(how many entries each registry has, all names, all values)."""
     values = chain.from_iterable(map(dict.values, registries))
     return list(map(len, registries)), list(chain.from_iterable(registries)), list(values)
 
 
 def _are(things: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether they are the same objects, which are not read for that."""
+    """Whether they are the same objects. Does not read them."""
     return len(things) == len(others) and all(map(is_, things, others))

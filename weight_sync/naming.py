@@ -1,4 +1,4 @@
-"""The names that a model's tensors have without the wrappers a trainer puts around its modules."""
+"""Finds the plain model inside a trainer's wrappers, and the names that its modules and tensors have there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters of another model than the engine's: read where they are, or gathered into copies where that model is sharded."""
+"""Adapters of a model that is not the engine's: read where they are, or gathered into copies if that model is sharded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError
-from stoker.kernels.reference.lora import AdapterWeights
+from stoker.kernels.reference.adapter_weights import AdapterWeights
 from stoker.weight_sync.mirrored_source import MirroredSource
 from stoker.weight_sync.naming import named_tensors, unwrap
 from stoker.weight_sync.peft_adapters import (
@@ -28,7 +28,7 @@ _REGISTRIES = "lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_ve
 
 
 class AdapterCopies(MirroredSource):
-    """Whole copies of what a sharded model holds in parts of some of its adapters, and of the biases that they train."""
+    """Whole copies of a sharded model's adapters, and of the biases that they train."""
 
     def __init__(
         self, name: str, model: nn.Module, names: Sequence[str], biases: bool, device: torch.device, **options: Any
@@ -55,16 +55,16 @@ class AdapterCopies(MirroredSource):
 
 
 class AdapterOfModel:
-    """One adapter, or several that are active at once. options: of ``MirroredSource``.
+    """One adapter of a model, or several that are active together. options: of ``MirroredSource``.
 
-    Of a sharded model it is made, and pulled, on all ranks together, and holds no numbers before that. Raises
+    For a sharded model, all ranks make it together and then pull it together; before that it has no numbers. Raises
     ``UnsupportedModelError``.
     """
 
     def __init__(
         self, name: str, model: Any, theirs: str | None, device: torch.device, options: Mapping[str, Any]
     ) -> None:
-        """name: the engine's name of it. theirs: the model's; None is what is active there."""
+        """name: in the engine. theirs: its name on the model; None: what is active there."""
         self._name, self._model = name, model
         self._names = (theirs,) if theirs is not None else active_adapters(unwrap(model))
         if not self._names:
@@ -76,7 +76,7 @@ class AdapterOfModel:
             self.copies = AdapterCopies(name, model, self._names, trains_biases, device, **options)
 
     def check_base(self, module: nn.Module) -> None:
-        """Raise ``UnsupportedModelError`` where it is for its own base alone, whose weights it has changed. module: the engine's."""
+        """Raise ``UnsupportedModelError`` where it only fits its own base, whose weights it changed. module: the engine's."""
         of_own_base = [name for name in self._names if changes_base(self._model.peft_config.get(name))]
         if not of_own_base:
             return
@@ -89,7 +89,7 @@ class AdapterOfModel:
             )
 
     def _changed_base(self, names: Sequence[str], module: nn.Module) -> str | None:
-        """The first weight under the adapters of these names that is another in ``module``, or is not known to be the same."""
+        """The first weight under these adapters that differs in ``module``, or may differ."""
         if is_sharded(self._model) or is_sharded(module):
             return "the base, of which there are parts,"
         found = live_adapters(unwrap(self._model), {})
@@ -104,7 +104,7 @@ class AdapterOfModel:
         return getattr(self._model.peft_config.get(name), "bias", "none")
 
     def read(self) -> AdapterWeights:
-        """The adapter as it is now; what is gathered, as it was last pulled. Never communicates."""
+        """The adapter as it is now; gathered tensors as of the last pull. Never communicates."""
         check_adapters(self._model)
         if is_sharded(self._model) != (self.copies is not None):
             raise UnsupportedModelError(
@@ -122,7 +122,7 @@ class AdapterOfModel:
         return adapter
 
     def mismatches(self, used: AdapterWeights, device: torch.device) -> tuple[int, list[str]]:
-        """As ``mismatches`` of adapters, but for ``copies`` of what is in parts."""
+        """As ``mismatches`` of ``peft_adapters``. Sharded tensors are compared by ``copies``."""
         return mismatches(self._model, self.read(), used, self._copied(), device)
 
     def _copied(self) -> Mapping[str, Tensor]:

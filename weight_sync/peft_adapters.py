@@ -1,10 +1,10 @@
-"""PEFT's adapters on a live model, read where they are. PEFT itself is not imported: its layers are known by what they hold.
+"""Reads PEFT's adapters on a live model, where they are. PEFT is not imported: its layers are recognised by their attributes.
 
-A target layer is replaced by one that keeps the original as ``base_layer``, matrices by adapter name in ``lora_A`` and
-``lora_B`` (an embedding's in ``lora_embedding_A`` and ``_B``), and the scale, which covers alpha, rank and rsLoRA, in
-``scaling``. One that targets a single parameter has its ``parameter_name``, and stands around the one of another parameter of
-the same module. A module that is saved whole is replaced by one with ``original_module`` and its copies in
-``modules_to_save``; one of which some tokens are trained, by one with a ``token_adapter``.
+PEFT replaces a target layer by one that has the original as ``base_layer``, the matrices by adapter name in ``lora_A`` and
+``lora_B`` (of embeddings ``lora_embedding_A`` and ``_B``), and in ``scaling`` the scale, which covers alpha, rank and rsLoRA. A
+layer over a single parameter has a ``parameter_name``; layers over several parameters of one module are nested. A module that
+is saved whole is replaced by one with ``original_module``, and its copies in ``modules_to_save``; a module with trained tokens
+by one with a ``token_adapter``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError
-from stoker.kernels.reference.lora import AdapterWeights, LoraWeights, TokenRows
+from stoker.kernels.reference.adapter_weights import AdapterWeights, LoraWeights, TokenRows
 from stoker.weight_sync.checksum import checksums
 from stoker.weight_sync.module_tree import at_a_glance
 from stoker.weight_sync.naming import (
@@ -35,7 +35,7 @@ from stoker.weight_sync.naming import (
 from stoker.weight_sync.shards import has_units, is_shard
 from stoker.weight_sync.staging import same_place
 
-# MiCA trains A alone, and runs as any other.
+# MiCA trains only A, and runs like any other.
 _VARIANTS = {"DoraLinearVariant", "DoraEmbeddingVariant", "MiCALinearVariant", "MiCAEmbeddingVariant"}
 _REFUSED = (
     ("layer_replication", "replicate the layers in the base model itself"),
@@ -48,14 +48,14 @@ _REFUSED = (
     ("velora_config", "train plain LoRA"),
     ("megatron_config", "train the layers of transformers"),
 )
-# These change the base's weights too, which a file of the adapter alone does not have, nor another base.
+# These also change the base's weights, so such an adapter does not fit another base, or the base as it was.
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def _wrapped(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
-    """(name in the base model, PEFT's module, what kind) of all that PEFT replaced.
+    """(name in the base model, PEFT's module, kind) of all modules that PEFT replaced.
 
-    Kinds: "linear", "embedding", "parameter", "tokens", "saved", and "other" for what is not LoRA's.
+    Kinds: "linear", "embedding", "parameter", "tokens", "saved", and "other" for methods that are not LoRA.
     """
     for name, module in walk(model):
         if not is_of_peft(type(module)):
@@ -88,7 +88,7 @@ def check_config(config: Any) -> None:
 
 
 def changes_base(config: Any) -> bool:
-    """Whether an adapter's initialisation took from the base's weights what it adds."""
+    """Whether an adapter's initialisation changed the base's weights."""
     init = getattr(config, "init_lora_weights", None)
     return isinstance(init, str) and init.lower().startswith(_OTHER_BASE)
 
@@ -135,7 +135,7 @@ _LORA = (*_SWITCHES, "merged_adapters", "scaling", "lora_variant")
 
 
 def _copy(value: object) -> object:
-    """A copy of a module's setting that shows later changes; a variant has to be the same object."""
+    """A copy of a module's setting, with which later changes show. Variants are kept as they are."""
     if isinstance(value, dict):
         return {name: _copy(inner) for name, inner in value.items()}
     if isinstance(value, Tensor):  # a scale that is written to in place, where adapters are swapped under torch.compile
@@ -144,9 +144,9 @@ def _copy(value: object) -> object:
 
 
 class Switches:
-    """What PEFT's modules say besides their tensors, as it is now: scales, and which adapters are active, merged or off.
+    """The settings of PEFT's modules as they are now: scales, and which adapters are active, merged or off.
 
-    Like ``Tree``, it is compared with later in a few passes of C: some 0.2 us a module.
+    Like a ``Tree`` it can be compared with the model later, mostly in C: some 0.2 us a module.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -181,12 +181,12 @@ class Switches:
         _check_configs(self._configs)
         try:
             return all(list(map(read, where)) == state for read, where, state in self._seen)
-        except KeyError:  # what a module said, its class says now
+        except KeyError:  # an attribute was deleted, so that the class's counts
             return False
 
 
 def _with_configs(model: nn.Module) -> list[Any]:
-    """The modules with PEFT's configs: its wrapper, which alone knows of prompts and prefixes, or a part that it was put on."""
+    """The modules that have PEFT's configs: its wrapper, which also knows of prompts and prefixes, or parts it was applied to."""
     of_class = {kind: hasattr(kind, "peft_config") for kind in set(map(type, model.modules()))}
     return [module for module in model.modules() if of_class[type(module)] or "peft_config" in vars(module)]
 
@@ -204,7 +204,7 @@ def _parameters(layer: Any) -> Iterator[nn.Parameter]:
 
 
 def _held(module: Any, kind: str) -> Mapping[str, Any]:
-    """What a module has of each adapter, by its name."""
+    """What a module has for each adapter, by the adapter's name."""
     held: Mapping[str, Any]
     if kind == "tokens":
         held = module.token_adapter.trainable_tokens_delta
@@ -216,12 +216,12 @@ def _held(module: Any, kind: str) -> Mapping[str, Any]:
 
 
 def active_adapters(model: nn.Module) -> tuple[str, ...]:
-    """What the model runs now: the names of its adapters, in the order in which they are applied.
+    """The names of the adapters that the model runs now, in the order in which they are applied.
 
-    Raises ``UnsupportedModelError`` where layers differ in that, and where one is over what another has saved whole.
+    Raises ``UnsupportedModelError`` where layers run different ones, or where one is over a module that another has saved whole.
     """
     seen = []
-    order: Sequence[str] = ()  # modules that are saved whole know only those of theirs
+    order: Sequence[str] = ()  # the longest: modules that are saved whole know only their own adapters
     for name, module, kind in _wrapped(model):
         names, held = () if module.disable_adapters else tuple(module.active_adapters), _held(module, kind)
         if kind == "saved":
@@ -241,7 +241,7 @@ def active_adapters(model: nn.Module) -> tuple[str, ...]:
 def _check_saved(name: str, copies: Mapping[str, nn.Module]) -> None:
     """copies: of a module at ``name``, by the active adapters that have saved it whole."""
     for owner, module in copies.items():
-        # To "all-linear" of a later adapter the copies are linears too: each then has an A and B of its own.
+        # A later adapter with "all-linear" is put over such copies, too.
         for _, layer, kind in _wrapped(module):
             over = next((a for a in layer.active_adapters if a in _held(layer, kind)), None)
             if over is not None:
@@ -258,10 +258,10 @@ def sum_of(names: Sequence[str], adapters: Mapping[str, AdapterWeights]) -> Adap
 
 
 def live_adapters(model: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, AdapterWeights]:
-    """Every adapter on the model by name, active or not.
+    """All adapters on the model by name, active or not.
 
-    whole: copies of what the trainer holds in parts, as ``WeightSource.adapters``. Biases of the base that an adapter
-    trains are not in there: PEFT has them in the base, whatever is active.
+    whole: copies of sharded tensors, as ``WeightSource.adapters`` has them. The result does not have biases of the base that an
+    adapter trains: PEFT keeps them in the base, whatever is active.
     """
     found: dict[str, AdapterWeights] = {}
     for path, module, kind in _wrapped(model):
@@ -283,7 +283,7 @@ def live_adapters(model: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Ad
 
 
 def _take(whole: Mapping[str, Tensor], prefix: str, name: str, own: Tensor) -> Tensor:
-    """A tensor that a PEFT module has under ``name``, which is ``own``; the copy of the whole where that is a part."""
+    """A tensor of a PEFT module, ``own``; or the copy of the whole where it is sharded."""
     return whole.get(f"{prefix}.{name}", own).detach()
 
 
@@ -311,7 +311,7 @@ def _take_lora(
 
 
 def by_expert(weights: LoraWeights, experts: int) -> LoraWeights:
-    """A and B by expert, as views. PEFT lays a [E * r, D] side by side expert by expert, b [N, r * E] rank by rank."""
+    """A and B by expert, as views. PEFT has A as [E * r, D], with ranks side by side, and B as [N, r * E], with experts side by side."""
     a, b, scale, *_ = weights
     return LoraWeights(a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts).permute(2, 0, 1), scale)
 
@@ -330,7 +330,7 @@ def biases_of(model: nn.Module, kind: str, whole: Mapping[str, Tensor]) -> dict[
 
 
 def layout(adapters: Mapping[str, AdapterWeights]) -> dict[str, object]:
-    """For each adapter what equals an earlier result where it has the same tensors at the same places, with the same scales."""
+    """By name, something that is equal as long as the adapter has the same scales, and the same tensors at the same places."""
     return {name: _layout(adapter) for name, adapter in adapters.items()}
 
 
@@ -354,11 +354,11 @@ def numbers(adapters: Mapping[str, AdapterWeights], device: torch.device) -> dic
 def mismatches(
     model: nn.Module, held: AdapterWeights, used: AdapterWeights, copies: Mapping[str, Tensor], device: torch.device
 ) -> tuple[int, list[str]]:
-    """How many tensors of an adapter on the model were compared, and the names of those that are not what is used.
+    """How many tensors of an adapter on the model were compared, and the names of those that differ from what is used.
 
-    held: as the model has it now; used: what runs on ``device``, in whose dtype they are compared. copies: of what is in
-    parts, by name; these are looked at for their place alone, and not counted. Names are those of ``walk_adapters``, of
-    biases those of ``walk``.
+    held: the adapter as the model has it now; used: what runs on ``device``; they are compared in the latter's dtype. copies: of
+    sharded tensors, by name; only their addresses are compared, and they are not counted. Names are those of ``walk_adapters``,
+    and for biases of ``walk``.
     """
     everything = tensors_of(chain(walk(model), walk_adapters(model)))
     own = ((name, tensor) for name, tensor, _ in everything if not is_shard(tensor))

@@ -1,4 +1,4 @@
-"""Ranks agree to begin, go on with or refuse what they do together; where one fails or falls silent, the others are told."""
+"""Lets ranks agree to begin, continue or refuse what they do together. If one fails or falls silent, the others are told."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from stoker.weight_sync.shards import Shards, by_group, groups_of, is_sharded
 GRACE_S = 5.0  # for ranks to tell each other that they lost touch, when one of them did
 
 Parts = Mapping[dist.ProcessGroup, Sequence[tuple[str, ...]]]  # names of what is gathered together, by group
-Ranks = tuple[Parts, torch.device]  # that do something together
+Ranks = tuple[Parts, torch.device]  # the arguments of ``agree`` and ``telling``
 ALONE: Ranks = ({}, torch.device("cpu"))
 
 _AGREEING = "agreeing on what to gather"
-_KNOWN = "_is_known_to_all_ranks"  # of an error
-# How many things ranks have begun to gather, by the group that is first among theirs.
+_KNOWN = "_is_known_to_all_ranks"  # attribute of an error
+# Counts what ranks have begun to gather, by the first of their groups.
 _BEGUN: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 _E = TypeVar("_E", bound=Exception)
 
@@ -37,15 +37,14 @@ def parts_of(shards: Iterable[Shards]) -> Parts:
 
 
 def in_step(model: nn.Module | None) -> AbstractContextManager[None]:
-    """Context manager around what the ranks of a sharded model do together: Ctrl-C in the middle would leave them at other
-    steps of it."""
+    """Context manager around what the ranks of a sharded model do together. It delays Ctrl-C, which would get them out of step."""
     return uninterrupted() if model is not None and is_sharded(model) else nullcontext()
 
 
 def ranks_of(model: nn.Module | None, device: torch.device | None = None) -> Ranks:
-    """The ranks that hold a model, whatever they hold of it, as ``agree`` and ``telling`` take them.
+    """The ranks that hold a sharded model, as ``agree`` and ``telling`` take them.
 
-    device: the engine's, where it is another than the model's.
+    device: the engine's, if it is not the model's.
     """
     groups = {} if model is None else groups_of(model)
     return dict.fromkeys(groups, ()), device or next(iter(groups.values()), torch.device("cpu"))
@@ -60,17 +59,18 @@ def agree(
     half_way: bool = False,
     alike: Sequence[str] = (),
 ) -> bool:
-    """Raise ``refusal``, and on all ranks where one has any. What ranks do together begins with it, and goes on with it
-    wherever one of them may have failed by itself since. Returns whether any rank ``has_news``.
+    """Raise ``refusal`` if there is one, and raise on all ranks if any rank has one. Returns whether any rank ``has_news``.
 
-    half_way: weights may have been written to. alike: names of what is to follow, which all ranks are to have. Raises
-    ``WeightsMismatchError``, or half-way ``WeightTransferError``, where another rank refuses; the first of them also where
-    ranks have parts of other tensors each, or other names in ``alike``, which one that refuses may have: it has to know the
-    groups alone. ``WeightTransferError`` where a rank does not answer.
+    Whatever ranks do together begins with this, and comes here again wherever one of them may have failed by itself since.
+
+    half_way: weights may have been written to. alike: texts that have to be the same on all ranks. Raises
+    ``WeightsMismatchError`` where another rank refuses (``WeightTransferError`` if half-way), and where ranks have parts of
+    different tensors, or differ in ``alike``. A rank that refuses needs to know only the groups. Raises
+    ``WeightTransferError`` where a rank does not answer.
     """
     numbers = {group: crc32(repr((names, *alike)).encode()) for group, names in parts.items()}
     refused, differ = refusal is not None, False
-    for _ in numbers:  # so often that what is found in one group reaches every other
+    for _ in numbers:  # often enough that news from one group reaches all others
         for group, number in numbers.items():
             said = torch.tensor([refused, differ, has_news, number, -number], dtype=torch.int64, device=device)
             try:
@@ -101,26 +101,28 @@ def agree(
 
 
 def number_of(parts: Parts) -> int | None:
-    """A number for what ranks begin to gather: the same on all that have just agreed to it, and of nothing else of the same
-    parts. None where no other rank has any."""
+    """A number for what ranks begin to gather, the same on all ranks that have just agreed to it, and used for nothing else.
+
+    None where no other rank has parts.
+    """
     first = next(iter(parts), None)
     return None if first is None else next(_BEGUN.setdefault(first, count()))
 
 
 def refuse(parts: Parts, device: torch.device, error: Exception) -> None:
-    """Make the other ranks fail too, which wait in ``agree`` or will come to it, unless they know of this error."""
+    """Make other ranks, which wait in ``agree`` or will, fail too, unless they know of this error."""
     cause: BaseException | None = error
     while cause is not None:
         if _KNOWN in vars(cause):
             return
         cause = cause.__cause__
-    with suppress(type(error), WeightTransferError, ValueError):  # of groups that are no more
+    with suppress(type(error), WeightTransferError, ValueError):  # ValueError: a group is gone
         agree(parts, device, error)
 
 
 @contextmanager
 def telling(parts: Parts, device: torch.device) -> Iterator[None]:
-    """Context manager for what a rank does by itself while others wait in ``agree``, or will: where it fails, so do they."""
+    """Context manager around what a rank does by itself while others wait in ``agree``, or will: if it fails, they fail too."""
     try:
         yield
     except Exception as error:
@@ -134,7 +136,7 @@ def _known_to_all(error: _E) -> _E:
 
 
 def unite(parts: Parts, changed: set[tuple[str, ...]], device: torch.device) -> None:
-    """Add to ``changed`` the parts that changed on any other rank, once all have agreed that they have the same parts."""
+    """Add to ``changed`` the parts that changed on other ranks. All must have agreed before that they have the same parts."""
     for group, of_group in parts.items():
         flags = torch.tensor([names in changed for names in of_group], dtype=torch.int64, device=device)
         try:
@@ -145,10 +147,10 @@ def unite(parts: Parts, changed: set[tuple[str, ...]], device: torch.device) -> 
 
 
 def lost(group: dist.ProcessGroup, doing: str, error: BaseException) -> WeightTransferError:
-    """The error to raise where a collective failed: what hung, with whom, and which rank it was, as far as can be known."""
+    """The error to raise where a collective failed: it says what was being done, with whom, and which rank failed, if known."""
     ranks = dist.get_process_group_ranks(group)
     others = [r for r in ranks if r != dist.get_rank()]
-    # By a barrier, before the others can know that it failed.
+    # A barrier may have named them, before the others could know that it failed.
     named = re.search(r"([\d, ]+) failed to pass", str(error))
     silent = _silent(group, [] if named else others)
     missing = [ranks[int(place)] for place in named[1].split(",")] if named else []  # torch counts within the group
@@ -165,8 +167,8 @@ def lost(group: dist.ProcessGroup, doing: str, error: BaseException) -> WeightTr
 def _silent(group: dist.ProcessGroup, others: list[int]) -> list[int]:
     """The other ranks that do not say in the processes' store that the group is broken for them too.
 
-    These are the one that broke it, and whoever has not noticed in so short a time, as in a large group with a long time-out.
-    Each says so once, for good: a group that lost a rank is never whole again.
+    Among them is the one that broke it; others may just not have noticed yet, as in a large group with a long time-out. Each rank
+    says so once and for all, since a group that lost a rank stays broken.
     """
     keys = {r: f"stoker/lost/{group.group_name}/{r}" for r in others}
     with suppress(RuntimeError):  # the store itself may be gone, with the rank that kept it

@@ -1,7 +1,7 @@
-"""What a sharding trainer keeps on this rank, and where each rank's part belongs in the full tensors.
+"""Reads what a trainer that shards its model holds on this rank, and where each rank's part belongs in the full tensors.
 
-FSDP2 and tensor parallelism keep DTensors, FSDP1 flat parameters of many tensors, ZeRO-3 a flat piece of each tensor. All
-become ``Shards``: a local tensor, and for every rank of its group the boxes of full tensors that its rows fill.
+FSDP2 and tensor parallelism have DTensors, FSDP1 flat parameters of many tensors, ZeRO-3 a flat piece of each tensor. All of
+them become ``Shards``: a local tensor and, for every rank of its group, the boxes of full tensors that its rows fill.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stoker.weight_sync.naming import inside, plain_name, tensors_of, walk, walk
 
 
 class Piece(NamedTuple):
-    """Rows of a rank's part from ``start`` on, and the box that they fill of the tensor, seen in ``shape`` (empty: its own)."""
+    """Rows of a rank's part from ``start`` on, and the box of a tensor, seen in ``shape`` (empty: its own), that they fill."""
 
     name: str
     start: int
@@ -60,7 +60,7 @@ class Piece(NamedTuple):
 class Shards:
     """Tensors whose parts are gathered together: ``local`` [rows, ...] is this rank's, ``pieces`` are by group rank.
 
-    device: where the trainer computes with them; ``local`` may wait in host memory.
+    device: where the trainer computes with them; ``local`` may be kept in host memory.
     """
 
     names: tuple[str, ...]
@@ -81,7 +81,7 @@ class Shards:
 
     @cached_property
     def even(self) -> bool:
-        """Whether every rank has the same number of elements of one flattened tensor, in the order of the ranks."""
+        """Whether it is one flattened tensor, of which every rank has equally many elements, in the order of the ranks."""
         boxes = [((i * self.rows, (i + 1) * self.rows),) for i in range(len(self.pieces))]
         return all(len(p) == 1 and p[0][1:] == (0, box, FLAT) for p, box in zip(self.pieces, boxes, strict=True))
 
@@ -93,7 +93,7 @@ class Shards:
 
 @dataclass
 class Held:
-    """All that a trainer holds on this rank. full: whole tensors, its own; shapes and dtypes: of every tensor's whole."""
+    """All that a trainer holds on this rank. full: its own whole tensors. shapes, dtypes: of all tensors, as if whole."""
 
     full: dict[str, Tensor] = field(default_factory=dict)
     shards: list[Shards] = field(default_factory=list)
@@ -102,9 +102,9 @@ class Held:
     aliases: dict[str, str] = field(default_factory=dict)  # a tied tensor's other names, to its first
     parameters: set[str] = field(default_factory=set)
     optional: set[str] = field(default_factory=set)  # buffers that no checkpoint has
-    adapters: set[str] = field(default_factory=set)  # those of adapters among all these, of which only shards are read
+    adapters: set[str] = field(default_factory=set)  # tensors of adapters, of which only sharded ones are read
     states: dict[str, Any] = field(default_factory=dict)  # of each weight in 4 bits; its scales are whole tensors
-    scales: set[str] = field(default_factory=set)  # these scales, by the weight's name and theirs
+    scales: set[str] = field(default_factory=set)  # names of these scales: the weight's, then their own
 
     @property
     def names(self) -> set[str]:
@@ -112,16 +112,16 @@ class Held:
 
     @property
     def spoilt(self) -> list[str]:
-        """Sharded weights whose states say that a forward laid them out anew for a CPU: the parts know nothing of that."""
+        """Sharded weights that a forward has laid out anew for a CPU, as their states say: the parts do not follow that."""
         return [n for n, state in self.states.items() if n not in self.full and is_laid_out_for_cpu(state)]
 
     @property
     def beside(self) -> set[str]:
-        """Names of those that are no tensors of the plain model."""
+        """Names of tensors that are not the plain model's."""
         return self.adapters | self.scales
 
     def numbers(self, dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor, torch.dtype]]:
-        """All that is here, with the dtype it is to have; but for packed weights, whose bits are no numbers."""
+        """All tensors here with the dtype they are to have, without packed weights, whose bits are no numbers."""
         yield from ((name, tensor, dtypes[name]) for name, tensor in self.full.items() if name not in self.states)
         for s in self.shards:
             if self.states.keys().isdisjoint(s.names):
@@ -165,9 +165,9 @@ def is_shard(tensor: Tensor) -> bool:
 def is_sharded(model: nn.Module) -> bool:
     """Whether this rank keeps only parts of the parameters, so that reading them takes communication.
 
-    What FSDP2 has gathered for a forward are no parameters to run on, though all of a model may be there until a backward.
+    A model under FSDP2 counts as sharded even while a forward has left it gathered, which may be until the backward.
     """
-    for path, module in chain(walk(model), walk_adapters(model)):  # mostly the first of them tells
+    for path, module in chain(walk(model), walk_adapters(model)):  # mostly the first one tells
         if is_unit(module) or isinstance(module, FSDPModule):
             return True
         if any(is_shard(tensor) for _, tensor, _ in tensors_of([(path, module)])):
@@ -176,7 +176,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def check_processes(model: nn.Module) -> None:
-    """Raise ``EngineStateError`` where parts would have to be gathered over a group of processes that is no more."""
+    """Raise ``EngineStateError`` where parts would have to be gathered over a group of processes that is gone."""
     if not dist.is_initialized() and is_sharded(model):
         raise EngineStateError(
             "the model is in shards, and the group of processes that would gather them is no more (destroy_process_group, "
@@ -185,7 +185,7 @@ def check_processes(model: nn.Module) -> None:
 
 
 def by_group(shards: Iterable[Shards]) -> dict[dist.ProcessGroup, list[Shards]]:
-    """The shards of each group, groups in the order in which they first come, which is the same on all their ranks."""
+    """The shards of each group. Groups come in the order of their first shard, which is the same on all ranks."""
     found: dict[dist.ProcessGroup, list[Shards]] = {}
     for one in shards:
         found.setdefault(one.group, []).append(one)
@@ -193,9 +193,9 @@ def by_group(shards: Iterable[Shards]) -> dict[dist.ProcessGroup, list[Shards]]:
 
 
 def groups_of(model: nn.Module) -> dict[dist.ProcessGroup, torch.device]:
-    """The groups that gather the shards of a model, in the order in which ``read`` finds them, and where each computes.
+    """The groups that gather a model's shards, in the order in which ``read`` finds them, with the device each computes on.
 
-    It asks so little that a rank knows them also where it could not ``read``: the others will wait for it there.
+    It needs so little that it works even where ``read`` would fail: the other ranks will be waiting.
     """
     check_processes(model)
     modules = [*walk(model), *walk_adapters(model)]
@@ -221,7 +221,7 @@ def groups_of(model: nn.Module) -> dict[dist.ProcessGroup, torch.device]:
 def _reshard(modules: Iterable[tuple[str, nn.Module]]) -> None:
     for _, module in modules:
         if isinstance(module, FSDPModule):
-            module.reshard()  # or what it gathered for a forward would be taken for the parameters; nothing is lost
+            module.reshard()  # or what a forward has gathered would be taken for the parameters; nothing is lost
 
 
 def read(model: nn.Module) -> Held:
@@ -286,7 +286,7 @@ def _read_dtensor(held: Held, name: str, tensor: DTensor, layouts: dict[Any, Lay
     """Read a DTensor. layouts: those found so far, as a model has many tensors and few shapes."""
     mesh, placements = tensor.device_mesh, tensor.placements
     held.add(name, tensor.shape, tensor.dtype)
-    with torch.no_grad():  # what autograd would make of it takes most of the time
+    with torch.no_grad():  # autograd would take most of the time
         local: Tensor = tensor.to_local().detach()
     _check_has_data(name, local)
     key = mesh, placements, tensor.shape
@@ -310,7 +310,7 @@ def _read_dtensor(held: Held, name: str, tensor: DTensor, layouts: dict[Any, Lay
 
 
 def _read_flat_parameter(held: Held, path: str, module: nn.Module) -> None:
-    """Read FSDP1's flat parameter: tensors flattened into one, which is cut into equal parts, padded at the end."""
+    """Read a flat parameter of FSDP1: tensors flattened into one, which is cut into equal parts and padded at the end."""
     handle: Any = module._handle
     if handle is None:
         return
@@ -347,7 +347,7 @@ def _read_flat_parameter(held: Held, path: str, module: nn.Module) -> None:
 
 
 def _read_zero3(held: Held, name: str, parameter: Any) -> None:
-    """Read a parameter of DeepSpeed ZeRO-3: each is flattened and cut into equal parts, padded at the end."""
+    """Read a parameter of DeepSpeed ZeRO-3: each is flattened, cut into equal parts, and padded at the end."""
     group = parameter.ds_process_group
     local, numel = parameter.ds_tensor.detach().view(-1), int(parameter.ds_numel)
     if local.numel() * group.size() < numel:

@@ -38,7 +38,7 @@ class WeightSource(Protocol):
 
     @property
     def wider(self) -> Mapping[torch.dtype, torch.dtype]:
-        """Those of the trainer's dtypes whose parameters are in a wider one here, which holds all their numbers and more."""
+        """By dtype of the trainer, the wider one that its parameters have here, if any: it holds all of their numbers."""
 
     # -- what the shell is bound to --------------------------------------------------------------------------------
 
@@ -77,17 +77,17 @@ class WeightSource(Protocol):
     def check(self) -> None:
         """Raise ``WeightsMovedError`` where a borrowed parameter changed its dtype or device."""
 
-    # -- weights that pass through: a mirror keeps what a consumer makes of them, and not themselves ----------------
+    # -- weights that pass through: a mirror keeps only what a consumer makes of them ------------------------------
 
     @property
     def passing(self) -> frozenset[str]:
-        """The names of weights that pass through. Their tensors hold noise but while they are handed over."""
+        """The names of weights that pass through. Except while they are handed over, their tensors hold noise."""
 
     def keep(self, names: Collection[str]) -> None:
-        """Let none of these pass through: they are whole in what the next ``tensors`` returns."""
+        """Let none of these pass through: the next ``tensors`` has them whole."""
 
-    def hand_over(self, consumer: Consumer) -> int:
-        """Give the numbers of ``passing`` weights to the consumer, now and whenever they change; returns the bytes written."""
+    def hand_over(self, consumer: Consumer) -> None:
+        """Give the numbers of ``passing`` weights to the consumer, now and whenever they change."""
 
     # -- new numbers -----------------------------------------------------------------------------------------------
 
@@ -102,10 +102,10 @@ class WeightSource(Protocol):
         """
 
     def refuse(self, error: Exception) -> bool:
-        """Called in place of ``pull``: the other ranks, which would wait, refuse too. Returns whether there are any."""
+        """To be called in place of ``pull``: the other ranks refuse too, and do not wait. Returns whether there are any."""
 
     def catch_up(self) -> bool:
-        """Take changes that nobody announced; returns whether there were any. Never communicates: of shards, it sees none."""
+        """Take changes that nobody announced; returns whether there were any. It never communicates, and sees none in shards."""
 
     def write(self, new: Mapping[str, Tensor]) -> int:
         """Take tensors from elsewhere, by name; returns the bytes written. ``overwritten`` or ``spoil`` comes after it."""
@@ -135,7 +135,7 @@ class WeightSource(Protocol):
 
     @property
     def at_hand(self) -> bool:
-        """Whether ``fill`` can make all of it anew of the trainer's weights, without another rank."""
+        """Whether ``fill`` can make all of it anew from the trainer's weights, without other ranks."""
 
     def give_back(self, *, drop: bool) -> None:
         """Give the memory back. drop: do not keep its content in host memory."""
@@ -144,7 +144,7 @@ class WeightSource(Protocol):
         """Take the memory again, with the content that was kept."""
 
     def fill(self) -> bool:
-        """Make all of it anew of the trainer's weights; returns whether these changed since the last look."""
+        """Make all of it anew from the trainer's weights; returns whether these changed since the last look."""
 
     def release(self) -> None:
         """Leave the trainer as it was."""
@@ -188,14 +188,14 @@ def source_for(
     check_finite: bool = False,
     **options: Any,
 ) -> WeightSource:
-    """The source for a live model. Resolve an aliased one anew whenever the trainer may have wrapped or replaced its model.
+    """The source for a live model: aliased where this rank holds full parameters in the engine's dtype and place; else a mirror.
 
-    A mirror stays one: a trainer that casts or offloads its tensors for a while would take them away again.
+    Ask for it anew whenever the trainer may have wrapped or replaced its model. Where there is a mirror already, keep it: the
+    trainer may cast or offload its tensors only for a while.
 
-    Aliased where this rank holds full parameters in the engine's dtype on its device; else a mirror. dtype: the engine's;
-    None leaves every parameter its own. device: the engine's; None is where the parameters are. check_finite: refuse NaN
-    and Inf at each ``pull``. options: ``gather_bytes``, the most memory that gathering shards takes besides the mirror, and
-    others of ``MirroredSource``.
+    dtype: the engine's; None leaves every parameter its own. device: the engine's; None is where the parameters are.
+    check_finite: refuse NaN and Inf at each ``pull``. options: ``gather_bytes``, the most memory that gathering shards takes
+    besides the mirror, and others of ``MirroredSource``.
 
     Raises ``UnsupportedModelError`` where the weights can be neither borrowed nor copied.
     """

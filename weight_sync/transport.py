@@ -1,4 +1,4 @@
-"""Transfers weights from a trainer in another process.
+"""Transfers weights from a trainer in another process: over a process group, or through shared memory.
 
 A trainer calls ``send_weights(tensors, transfer)``; an engine takes the other end: ``engine.update_weights(transfer)``.
 """
@@ -49,11 +49,10 @@ class WeightTransfer(Protocol):
 def send_weights(tensors: Mapping[str, Tensor], transfer: WeightTransfer, *, bucket_bytes: int = BUCKET_BYTES) -> None:
     """Send named tensors to the engine at the other end of ``transfer``, whose ``update_weights`` is given that end.
 
-    tensors: all of the model's, by its names, in any floating-point dtype. Only those travel that some receiver does not
-    hold already, in flat buckets of at most ``bucket_bytes``. That is told by checksums, for which both ends read their
-    weights once at memory speed, whoever wrote them; after a change of content that leaves its checksum as it was, by
-    rare chance (``stoker.kernels.reference.checksum`` says which), a tensor would not travel. Where an engine has
-    another dtype, a tensor travels once before it can be known again.
+    tensors: all of the model's, by its names, in any floating-point dtype. Only tensors that some receiver does not hold
+    already are sent, in flat buckets of at most ``bucket_bytes``. Both ends read their weights once, at memory speed, and
+    compare checksums. If by rare chance (see ``stoker.kernels.reference.checksum``) a changed tensor has the same checksum, it
+    is not sent. Where an engine has another dtype, a tensor has to be sent once before it can be recognised.
 
     Raises ``WeightTransferError`` where the other end refuses, fails, or is not heard of in time.
     """
@@ -84,7 +83,7 @@ def reason_of(error: BaseException) -> str:
 
 
 class _Conversation:
-    """The messages (kind, transfer id, content) of one transfer at a time; what an earlier one left behind is skipped."""
+    """The messages (kind, transfer id, content) of one transfer at a time. What an earlier transfer left behind is skipped."""
 
     _id = 0
     _sends = False
@@ -114,7 +113,7 @@ class _Conversation:
 
 
 class BroadcastTransfer(_Conversation):
-    """From one rank of a process group to all others, over NCCL or Gloo. Every rank makes one, and uses it at a time.
+    """From one rank of a process group to all others, over NCCL or Gloo. Every rank makes one, and all use it together.
 
     group: its ranks are the sender and the engines; its time-out bounds every wait. src: the sender's global rank.
     device: where the receivers' buckets lie (for NCCL: this rank's GPU).
@@ -165,7 +164,7 @@ class BroadcastTransfer(_Conversation):
     def finish(self, error: str | None = None) -> None:
         if self._sends:
             self._send("end" if error is None else "abort", error)
-        elif error is None:  # one who gives up cannot interrupt the others, and skips what they are sent
+        elif error is None:  # a receiver that gives up cannot stop the others, and skips what is still sent
             self._expect("end")
         self._buffer = self._buffer.new_empty(0)
 
@@ -202,9 +201,9 @@ class BroadcastTransfer(_Conversation):
         )
         return there[0]
 
-    def _with_others(self, doing: str, call: Callable[[], Any]) -> Any:
+    def _with_others(self, doing: str, call: Callable[[], object]) -> None:
         try:
-            return call()
+            call()
         except RuntimeError as error:
             who = "a receiver" if dist.get_rank() == self.src else f"the sender, rank {self.src},"
             raise WeightTransferError(f"{who} was lost while {doing}: {first_line(error)}. {OLD_STAYS}") from error
@@ -220,7 +219,7 @@ class SharedMemoryTransfer(_Conversation):
 
     def __init__(self, connection: Connection, *, timeout: float = 60.0) -> None:
         self.connection, self.timeout = connection, timeout
-        self._shared: Tensor | None = None  # which the other process has open too
+        self._shared: Tensor | None = None  # the bucket, which the other process has open too
         self._largest = 0  # bytes of a bucket of this transfer
         self._in_use = False
 
@@ -283,7 +282,7 @@ class SharedMemoryTransfer(_Conversation):
             self._send("ended", None)
 
     def _skip_given_up(self) -> None:
-        """Forget transfers the sender gave up before anyone took them: taken late, each would make the next late."""
+        """Skip transfers that the sender gave up before anyone took them: taking one late would make the next one late."""
         while self._poll(0):
             message = self._next("begin")
             self._ahead = message if message[0] == "begin" else None
@@ -311,7 +310,7 @@ class SharedMemoryTransfer(_Conversation):
             raise WeightTransferError(f"no {kind!r} from {self._other} in {self.timeout} s. {OLD_STAYS}")
         try:
             with uninterrupted():
-                self._ahead = self.connection.recv()  # and not lost where an interrupt comes now
+                self._ahead = self.connection.recv()  # kept there, so that an interrupt does not lose it
         except (OSError, EOFError) as error:
             raise self._gone(error) from error
         assert self._ahead is not None

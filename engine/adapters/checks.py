@@ -1,4 +1,4 @@
-"""Whether an adapter fits the modules of a shell, and what kinds of modules adapters may be over."""
+"""Checks that an adapter fits the modules of a shell, and says which kinds of modules may have adapters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from stoker.engine.layers.experts import as_run, bias_tables, expert_tables, repeats_tokens
 from stoker.engine.layers.quantised import QuantisedLinear
 from stoker.kernels.errors import UnsupportedModelError
-from stoker.kernels.reference.lora import AdapterWeights, LoraWeights, TokenRows
+from stoker.kernels.reference.adapter_weights import AdapterWeights, LoraWeights, TokenRows
 
 
 def is_linear(module: Any) -> bool:
@@ -20,7 +20,7 @@ def is_linear(module: Any) -> bool:
 
 
 def is_router(module: Any) -> bool:
-    """Whether it is a small module with a matrix that is no linear's. It runs with base and adapter summed: its result may be a choice."""
+    """Whether it has a matrix and is no linear, as a router. Its adapter is added to its weight, as its output may be a choice."""
     if is_linear(module) or isinstance(module, nn.Linear | nn.Embedding):
         return False
     weight = getattr(module, "weight", None)
@@ -36,7 +36,7 @@ def shape_of(module: Any) -> tuple[int, int]:
 
 
 def states_of(link: AdapterWeights, modules: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Modules that have weights of the adapter's own: those saved whole, and those with a bias that are no linears."""
+    """The modules whose weights the adapter replaces: those it saves whole, and modules with a bias that are no linears."""
     states = {path: dict(state) for path, state in link.saved.items()}
     for path, bias in link.biases.items():
         if not is_linear(modules.get(path)):
@@ -45,7 +45,7 @@ def states_of(link: AdapterWeights, modules: Mapping[str, Any]) -> dict[str, dic
 
 
 def with_tied(tokens: Mapping[str, TokenRows], modules: Mapping[str, Any]) -> dict[str, TokenRows]:
-    """``tokens``, and the same for every module that shares an embedding's weight: PEFT ties these to it, and not it to them."""
+    """``tokens``, and the same for modules that share an embedding's weight, as PEFT has it; not the other way round."""
     found = dict(tokens)
     for path, rows in tokens.items():
         if isinstance(module := modules[path], nn.Embedding):
@@ -121,7 +121,7 @@ def _check_states(name: str, link: AdapterWeights, modules: Mapping[str, Any], f
             )
     for path, state in states_of(link, modules).items():
         module = modules.get(path)
-        # What attends would write the adapter's keys over the base's, and what repeats tokens has rows that are none of theirs.
+        # Not attention, which would write its keys over the base's; nor what repeats tokens, whose rows are not those of tokens.
         attends = module is not None and any(hasattr(m, "is_causal") for m in module.modules())
         if module is None or path in fused or attends or repeats_tokens(module):
             raise not_run_alone(name, path)

@@ -1,8 +1,8 @@
-"""Adapters in a shell: which of its modules have them, and what each slot does to them.
+"""Adapters of a shell's modules: which modules have them, and what each slot does.
 
-Fused layers ask for the tables of each of their groups; any other module that an adapter changes gets a forward hook, and
-experts ask when they run. All read ``rows``, which the runner sets for every step; without it nothing but that test is
-added to a step.
+A fused layer asks for the tables of each of its groups of linears. Any other module that an adapter changes gets a forward hook,
+and experts ask when they run. All read ``rows``, which the runner sets for every step; a step without adapters costs only
+the test for that.
 """
 
 from __future__ import annotations
@@ -22,26 +22,20 @@ from stoker.engine.layers.experts import adapt_experts, expert_tables, projectio
 from stoker.engine.layers.quantised import QuantisedLinear
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import Ops
-from stoker.kernels.reference.lora import (
-    AdapterRows,
-    AdapterWeights,
-    LoraTable,
-    LoraWeights,
-    PointerBlock,
-    kernel_rows,
-)
+from stoker.kernels.reference.adapter_weights import AdapterWeights, LoraWeights
+from stoker.kernels.reference.lora import AdapterRows, LoraTable, PointerBlock, kernel_rows
 from stoker.kernels.reference.lora_stacks import Stacks
 from stoker.kernels.reference.moe import ExpertAdapters
 from stoker.kernels.reference.norm_rotary import Activation
 
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
-_NORM_COLUMNS = 8192  # of an embedding's 100,000 and more, which would take gigabytes in fp32
+_NORM_COLUMNS = 8192  # at a time: an embedding has 100,000 and more, which would take gigabytes in fp32
 
 
 class Adapted:
     """Linears that run together, or one other module, and the tables of their adapters.
 
-    There is one table, and one more for every adapter that a slot has on top of another.
+    There is one table, and another one for each further adapter that a slot has on top of the first.
     """
 
     def __init__(
@@ -50,7 +44,7 @@ class Adapted:
         self.layers = layers
         self._empty = partial(LoraTable, widths, biases, layers.num_slots, layers.device, experts, layers.stacks)
         self.tables: list[LoraTable] = []
-        self._active: list[LoraTable] = []  # those that change anything
+        self._active: list[LoraTable] = []  # the tables that are not empty
         self.reach(1)
 
     @property
@@ -65,12 +59,12 @@ class Adapted:
             self.layers.without_block.append(self.tables[-1])
 
     def parts(self, index: int, chain: Sequence[LoraWeights]) -> Iterator[tuple[tuple[LoraTable, int], LoraWeights]]:
-        """What goes into which table, under which number, for one of the linears. chain: adapters on top of each other."""
+        """((table, number of the linear in it), what to put there) for one of the linears. chain: adapters on top of each other."""
         self.reach(len(chain))
         return (((table, index), weights) for table, weights in zip(self.tables, chain, strict=False))
 
     def look(self) -> tuple[object, ...]:
-        """What a captured step knows of the tables, as they are now."""
+        """Look at the tables as they are now; returns what a captured step depends on."""
         self._active = [table for table in self.tables if not table.empty]
         return tuple(t.traits for t in self.tables)
 
@@ -83,7 +77,7 @@ class Adapted:
         gated: Activation | None,
         **options: Any,
     ) -> Tensor:
-        """``apply`` to ``Ops.linear`` of these linears."""
+        """``Ops.linear`` of these linears, then ``apply``; in one operation where there is one for it."""
         ops = self.layers.ops
         if ops.adapted_linear is not None and len(self._active) == 1:
             return ops.adapted_linear(x, weight, bias, self._active[0], rows, gated=gated, **options)
@@ -92,17 +86,17 @@ class Adapted:
     def apply(
         self, x: Tensor, out: Tensor, rows: AdapterRows, gated: Activation | None = None, *, settled: bool = False
     ) -> Tensor:
-        """Change what the linears made of ``x``, as ``Ops.lora`` does. x: [T, D]; out: [T, N]; rows: of this."""
+        """Add the adapters to the linears' output, as ``Ops.lora`` does. x: [T, D]; out: [T, N]; rows: ``self.rows``."""
         for table in self._active[:-1]:
             self.layers.ops.lora(x, out, table, rows, settled=settled)
         return self.layers.ops.lora(x, out, self._active[-1], rows, gated, settled=settled)
 
 
 class Filling:
-    """What a slot of some layers does for an adapter: right for as long as its tensors lie where they did, and, where numbers were
-    ``derived`` from theirs or the base's, these are the same.
+    """All that goes into a slot for one adapter. It is valid as long as the adapter's tensors stay where they are.
 
-    parts: by table and number of a linear. links: the adapter, and those on top of it, as far as text goes through them.
+    Where some of it is ``derived`` from numbers, the adapter's or the base's, these must stay the same too. parts: by table and
+    number of a linear. links: the adapter, and those on top of it, without what only images go through.
     """
 
     def __init__(
@@ -115,7 +109,7 @@ class Filling:
         self._of = layers, adapter
         self.links = links
         self.parts = {place: (weights, kernel_rows(weights)) for place, weights in parts.items()}
-        # What the tables' settings are made of: where one filling takes the place of another of this kind, they stay.
+        # What the tables' settings depend on: they stay where a filling replaces another one of the same kind.
         self.kind = {place: (weights.a.dtype, *rows[1:]) for place, (weights, rows) in self.parts.items()}
         self.derived = layers.derives(adapter)
 
@@ -135,7 +129,7 @@ class LoraLayers:
         device: torch.device,
         beside: Sequence[str],
     ) -> None:
-        """module: the shell's, before any of its layers is replaced. beside: what no token goes through, by path."""
+        """module: the shell's, before any of its layers is replaced. beside: paths of modules that no text goes through."""
         self.ops = ops
         self.max_rank = max_rank
         self.num_slots = num_slots
@@ -143,9 +137,11 @@ class LoraLayers:
         self.stacks = Stacks()
         self._rows: AdapterRows | None = None
         self._hooked = False
-        self.rounded: Callable[[str], Tensor | None] = lambda name: None  # a weight as it is multiplied by in its place
-        self.layout = 0  # a captured step holds as long as this stays
-        self.only_add = False  # adapters to an output, whatever stands there; as far as is known
+        self.rounded: Callable[[str], Tensor | None] = lambda name: (
+            None
+        )  # the rounded copy that is used in place of a weight
+        self.layout = 0  # captured steps are valid as long as this stays the same
+        self.only_add = False  # whether all known adapters only add to an output, without looking at it
         self.without_block: list[LoraTable] = []  # tables that are new
         self._blocks: list[PointerBlock] = []
         self._modules: dict[str, Any] = dict(module.named_modules())
@@ -179,9 +175,9 @@ class LoraLayers:
         return Adapted(self, [shape_of(m)[0] for m in linears], [m.bias for m in linears])
 
     def replaced(self, path: str, groups: Mapping[tuple[str, ...], Adapted], kept: Sequence[str] = ()) -> None:
-        """The modules at and below ``path`` are not called any more; those of ``groups`` are run by these.
+        """Note that modules at and below ``path`` are not called any more; the linears of ``groups`` are run by these.
 
-        kept: those of them that are called as before, with all below them.
+        kept: modules among them that are called as before, with all below.
         """
         below = {name for name in self._modules if _at_or_below(name, path)}
         self._fused |= {name for name in below if not any(_at_or_below(name, other) for other in kept)}
@@ -189,7 +185,7 @@ class LoraLayers:
             self._adapted |= {linear: (group, index) for index, linear in enumerate(paths)}
 
     def _links(self, adapter: AdapterWeights) -> Iterator[AdapterWeights]:
-        """The parts of an adapter that text goes through: one of a multimodal model may be over its vision tower, too."""
+        """The links of an adapter, without what only images go through (a multimodal model's vision tower)."""
         for link in adapter.links:
             yield link.where(lambda path: not self._is_beside(path)) if self._beside else link
 
@@ -197,14 +193,14 @@ class LoraLayers:
         return any(_at_or_below(path, other) for other in self._beside)
 
     def beside(self, adapter: AdapterWeights) -> list[AdapterWeights]:
-        """The parts of an adapter, in order, that images go through and no text."""
+        """The links of an adapter, in order, with only what images go through and text does not."""
         links = [link.where(self._is_beside) for link in adapter.links] if self._beside else []
         return [link for link in links if any(True for _ in replace(link, then=None).tensors())]
 
     def know(self, adapters: Iterable[AdapterWeights]) -> None:
-        """Tell which adapters may come into slots.
+        """Note which adapters may come into slots.
 
-        Where all of them only add, as all but DoRA do, a step rounds otherwise: no matter for those that happen to be in slots.
+        Whether all of them only add (all but DoRA do) changes how a step rounds. So it must not depend on which are in slots now.
         """
         before = self.only_add
         self.only_add = not any(link.magnitudes for adapter in adapters for link in self._links(adapter))
@@ -226,7 +222,7 @@ class LoraLayers:
             check_fits(name, link, self._modules, self._fused)
 
     def derives(self, adapter: AdapterWeights) -> bool:
-        """Whether a slot holds numbers made from the adapter's tensors, and not these tensors alone."""
+        """Whether a slot holds numbers computed from the adapter's tensors, and not just these tensors."""
         return any(
             link.magnitudes
             or link.offsets
@@ -237,7 +233,7 @@ class LoraLayers:
         )
 
     def outside(self, adapter: AdapterWeights) -> list[str]:
-        """What an adapter changes outside of the layers that were replaced, by hooks on the model's own modules."""
+        """Paths of modules that an adapter changes by hooks, as they are not in fused layers."""
         parts = (
             p
             for link in self._links(adapter)
@@ -248,7 +244,7 @@ class LoraLayers:
     @torch.inference_mode(False)
     @torch.no_grad()
     def prepare(self, adapter: AdapterWeights) -> Filling:
-        """What fills a slot with an adapter, whose tensors are read where they lie for as long as they are there."""
+        """Prepare an adapter for a slot. Its tensors are read where they are, for as long as they are there."""
         links = list(self._links(adapter))
         chains: dict[str, list[LoraWeights]] = {}
         for link in links:
@@ -275,7 +271,7 @@ class LoraLayers:
             self.without_block = []
         new = [] if filling is None else [filling]
         held = self._held.get(slot, [])
-        self._held[slot] = [*held, *new]  # of which there may be parts, if this is broken off
+        self._held[slot] = [*held, *new]  # after an interrupt the slot may have parts of both
         alike = [one.kind for one in held] == [one.kind for one in new]
         if not alike:
             kept = {} if filling is None else filling.parts
@@ -295,12 +291,12 @@ class LoraLayers:
         self._held[slot] = new
 
     def complete(self, path: str, link: AdapterWeights) -> LoraWeights:
-        """The matrices of a linear or an embedding, and what magnitudes and biases come to with the base's weights.
+        """The matrices of a linear or an embedding, with gain and shift computed from magnitudes, biases and the base's weights.
 
-        That holds until a weight changes.
+        Valid until a weight changes.
         """
         module = self._modules[path]
-        if (weights := link.linears.get(path)) is None:  # of a linear with a bias alone
+        if (weights := link.linears.get(path)) is None:  # the adapter has only a bias here
             rows, columns = shape_of(module)
             empty = partial(torch.empty, device=self.device)
             weights = LoraWeights(empty(0, columns), empty(rows, 0), 1.0)
@@ -318,7 +314,7 @@ class LoraLayers:
         return LoraWeights(weights.a, weights.b, scale, gain, shift)
 
     def _adapt(self, path: str) -> None:
-        """Let a module, or the parameter of experts, that no replaced layer runs have adapters."""
+        """Let a module that is not in a fused layer, or a parameter of experts, have adapters."""
         module = self._modules.get(path)
         if module is None:
             path = path.rpartition(".")[0]
@@ -356,7 +352,7 @@ class LoraLayers:
 
 
 def _norms(module: Any, weights: LoraWeights, rounded: Tensor | None) -> Tensor:
-    """Of the adapted rows of a weight, fp32 [N]. rounded: what is multiplied by in its place."""
+    """Norms of the rows of a weight with its adapter, fp32 [N]. rounded: the copy that is used in place of the weight."""
     if isinstance(module, QuantisedLinear):
         return module.adapted_norms(weights.scale, weights.b, weights.a)
     base = module.weight if rounded is None else rounded

@@ -1,4 +1,4 @@
-"""What adapters put in place of a module's output: that of their own weights, and rows of an embedding or of the head."""
+"""Modules whose output adapters replace: by that of weights of their own, or by trained rows of an embedding or the head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from stoker.engine.adapters.checks import is_router, states_of, with_tied
-from stoker.kernels.reference.lora import AdapterRows, AdapterWeights, TokenRows
+from stoker.kernels.reference.adapter_weights import AdapterWeights, TokenRows
+from stoker.kernels.reference.lora import AdapterRows
 
 
 class Replacements:

@@ -1,4 +1,4 @@
-"""Adapters that lie elsewhere than on the engine's device: side by side in one piece of memory, and so copied into a slot."""
+"""Adapters that are not on the engine's device: packed into one piece of memory, and copied into a slot as one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from stoker.engine.device import Runtime
-from stoker.kernels.reference.lora import AdapterWeights
+from stoker.kernels.reference.adapter_weights import AdapterWeights
 
-_ALIGNMENT = 256  # bytes: each tensor begins as one that was allocated would
+_ALIGNMENT = 256  # bytes: as for tensors that torch allocates
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ def lies_on(adapter: AdapterWeights, device: torch.device) -> bool:
 
 
 def pack(adapter: AdapterWeights, runtime: Runtime) -> Packed:
-    """A copy in memory of the host from which the runtime's device copies fast; one concatenation for each dtype.
+    """A copy of an adapter in host memory from which the device copies fast, or on another device if the adapter is there.
 
-    Of an adapter on another device than the host, the copy is there.
+    It takes one concatenation for each dtype.
     """
     tensors = {id(t): t.detach() for t in adapter.tensors()}  # some may be there twice
     devices = {t.device for t in tensors.values()}
@@ -69,7 +69,7 @@ def _views(adapter: AdapterWeights, memory: Tensor, places: Mapping[int, int]) -
 
 
 class Slab:
-    """Memory of one slot, on the device, for adapters that lie elsewhere."""
+    """A slot's memory on the device, for adapters that are elsewhere."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -84,7 +84,7 @@ class Slab:
         self._runtime.let_go(self._memory)
 
     def fill(self, packed: Packed) -> AdapterWeights:
-        """The adapter in the slab, in place of what was there: one copy. Adapters of one layout are at the same addresses."""
+        """Copy the adapter into the slab, in place of what was there. Adapters of one layout get the same addresses."""
         size = len(packed.memory)
         if len(self._memory) < size:
             memory = self._memory.new_empty(size)

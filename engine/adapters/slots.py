@@ -1,4 +1,4 @@
-"""Which adapters have a slot, where the device reads their weights: first come, first served, in turns."""
+"""Which adapters have one of the slots in which the device reads their weights: first come, first served, in turns."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from stoker.engine.request import Adapter, Request
 class AdapterSlots:
     """An adapter needs a slot while requests with it run, and keeps it until another adapter needs it.
 
-    A request whose adapter has none waits until one is free, and those behind it go on. It does not wait for ever: as long
-    as it waits, the adapter whose turn began first takes no request that came after that, and its slot falls free.
+    A request whose adapter has none waits until one is free; requests behind it may go first. It does not wait for ever: while it
+    waits, the adapter whose turn began first takes no requests that came after its turn began, so its slot becomes free.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
-        # Those that have a slot, in the order their turns began, and the newest request there was then.
+        # The adapters with a slot, in the order their turns began, and the newest request at that time.
         self._turns: dict[Adapter, int] = {}
 
     def __iter__(self) -> Iterator[Adapter]:
@@ -27,7 +27,7 @@ class AdapterSlots:
         return self._turns.pop(adapter, None) is not None
 
     def admissible(self, waiting: Sequence[Request], running: Iterable[Request]) -> Iterator[Request]:
-        """Those of ``waiting`` that need no slot or have one for their adapter, which may begin its turn here."""
+        """The waiting requests that need no slot, or whose adapter has one; an adapter may begin its turn here."""
         used = {r.adapter for r in running if r.adapter is not None}
         closing: Adapter | None = None
         for request in waiting:

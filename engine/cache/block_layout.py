@@ -1,4 +1,4 @@
-"""How much of the KV cache's memory a sequence takes, of layers that see all its keys and of those with a window."""
+"""How much of the KV cache a sequence takes, where layers that see all keys and layers with a window have blocks of two sizes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from stoker.kernels.reference.attention_plan import Visibility
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """How many pages a block takes: ``pages`` in layers that see all keys, ``window_pages`` in those with a window. One is 1.
+    """How many pages a block takes: ``pages`` in layers that see all keys, ``window_pages`` in those with a window.
 
-    window_pages: 0 where all layers keep their keys in the same blocks. windows: what the layers with a window see.
-    beside: for both kinds, how many layers lie side by side where one of the other kind does. One of them is 1.
+    One of the two is 1. window_pages: 0 where all layers keep their keys in the same blocks. windows: what layers with a window
+    see. beside: for both kinds, how many layers fit in the place of one layer of the other kind; one of the two is 1.
     """
 
     pages: int = 1
@@ -30,7 +30,7 @@ class BlockLayout:
         return min(window.first(position) for window in self.windows)
 
     def sizes(self, blocks: int, window_blocks: int) -> tuple[int, int]:
-        """(slabs, pieces) that so many blocks of both kinds are."""
+        """(slabs, pieces) that so many blocks of the two kinds take."""
         if not self.window_pages:
             return blocks, 0
         if self.pages == self.window_pages:
@@ -38,13 +38,13 @@ class BlockLayout:
         return (blocks, window_blocks) if self.pages > 1 else (window_blocks, blocks)
 
     def needed(self, tokens: int, block_size: int, chunk: int) -> int:
-        """The most slabs that a sequence of ``tokens`` takes, of which at most ``chunk`` are computed at a time."""
+        """The most slabs that a sequence of ``tokens`` takes, with at most ``chunk`` tokens computed at a time."""
         blocks = window_blocks = -(-tokens // block_size)
         if self.window_pages:
             seen = max(min(v.window or tokens, v.chunk or tokens) for v in self.windows)
             window_blocks = min(blocks, -(-(seen + chunk) // block_size) + 1)
         slabs, pieces = self.sizes(blocks, window_blocks)
-        # Pieces lie side by side from the sequence's first on. A window that has moved on begins anywhere in a slab.
+        # Pieces lie side by side from the sequence's first on; but a window that has moved on may begin anywhere in a slab.
         return slabs + min(-(-blocks // self.span), -(-(pieces - 1) // self.span) + 1)
 
     def most_tokens(self, num_pages: int, block_size: int, chunk: int) -> int:

@@ -1,4 +1,4 @@
-"""Who holds which KV block. Knows no tensors and no tokens."""
+"""Counts who holds each KV block, and hands out free ones. Knows no tensors and no tokens."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from itertools import count
 class BlockPool:
     """Reference counts over blocks of one memory, in pages. A block's number is that of its first page.
 
-    There may be blocks of two sizes: of one page, and of ``span`` pages that begin at a multiple of it, a slab. A slab is
-    a block, or in pieces of a page each, or empty. Slab 0 is the null block that padding writes to, never handed out.
+    Blocks may have two sizes: one page, and a slab, which is ``span`` pages from a multiple of it on. A slab is one block, or
+    in pieces, which are blocks of a page each, or empty. Slab 0 is the null block that padding writes to, never handed out.
 
     A block with no holder is free. A free block may still carry content worth keeping (``retain``): those are handed
     out last, least recently used first, and ``on_evict`` is told when their content is about to go.
@@ -27,7 +27,7 @@ class BlockPool:
         self._empty = list(range(self.num_slabs - 1, 0, -1))  # slabs
         self._broken: set[int] = set()  # slabs in pieces
         self._loose: dict[int, None] = {}  # empty pieces
-        # Free, with content, oldest first, and since when: pieces, and slabs of which nothing is held.
+        # What is free and has content, oldest first, with since when: pieces, and slabs of which nothing is held.
         self._cached: OrderedDict[int, int] = OrderedDict()
         self._idle: OrderedDict[int, int] = OrderedDict()
         self._num_idle_broken = 0
@@ -60,7 +60,7 @@ class BlockPool:
         return slab * self.span
 
     def allocate_piece(self, near: int = 0) -> int:
-        """A page with one holder, beside page ``near`` or in a slab of its own if possible, so that slabs empty as one.
+        """A page with one holder: next to page ``near`` or in a slab of its own if possible, so that slabs empty as a whole.
 
         The caller has checked ``fits``.
         """
@@ -172,7 +172,7 @@ class BlockPool:
     def _pages(self, slab: int) -> range:
         return range(slab * self.span, (slab + 1) * self.span)
 
-    # -- proof -------------------------------------------------------------------------------------------------------
+    # -- for tests -------------------------------------------------------------------------------------------------------
 
     @property
     def empty_pages(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Which blocks a request holds, for layers that see all keys, and for those with a window as long as it sees them."""
+"""Gives requests their blocks: for layers that see all keys, and for layers with a window only while it sees them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from stoker.engine.request import Request, Status
 
 
 class BlockTables:
-    """Takes blocks of the pool for requests, and gives them up; a window's as soon as no query sees them.
+    """Takes blocks from the pool for requests, and gives them up; those of windows as soon as no query sees them.
 
-    ``window_ids`` of a request are as long as its ``block_ids``, 0 where it holds none any more.
+    A request's ``window_ids`` are as many as its ``block_ids``, 0 where it has given one up.
     """
 
     def __init__(self, num_pages: int, block_size: int, layout: BlockLayout) -> None:
@@ -26,9 +26,10 @@ class BlockTables:
         return self.pool.fits(*self.layout.sizes(blocks, blocks))
 
     def reserve(self, request: Request, num_new: int, copies: tuple[dict[int, int], dict[int, int]]) -> bool:
-        """Blocks for the request's next ``num_new`` tokens, the first of them its own; False where they do not fit.
+        """Take blocks for the request's next ``num_new`` tokens; False where they do not fit.
 
-        copies: of both kinds, blocks by the block they are copied to; what is to be copied now is added.
+        The block they begin in becomes the request's own, by a copy where it is shared. copies: for both kinds of blocks, the
+        source by target; copies to be made now are added.
         """
         first = request.computed // self.block_size
         missing = max(0, -(-(request.computed + num_new) // self.block_size) - len(request.block_ids))
@@ -44,7 +45,7 @@ class BlockTables:
                 return False
         for kind in self._kinds:
             held = ids[kind]
-            if shared[kind]:  # copy on write; what is itself still to be copied is copied from where it comes from
+            if shared[kind]:  # copy on write; from the original, where the block itself is a copy still to be made
                 own = self._allocate(kind, held[first])
                 copies[kind][own] = copies[kind].get(held[first], held[first])
                 self.pool.free((held[first],))
@@ -53,9 +54,9 @@ class BlockTables:
         return True
 
     def reserve_steps(self, requests: Sequence[Request], remaining: Sequence[int], most: int) -> int:
-        """Blocks for as many decode steps in a row as fit, up to ``most``, of each request up to its ``remaining`` tokens.
+        """Take blocks for as many decode steps in a row as fit, up to ``most``, for each request up to its ``remaining`` tokens.
 
-        Returns how many; those of the first step are there.
+        Returns how many steps. Blocks for the first one are there already.
         """
         steps, size = most, self.block_size
 
@@ -71,7 +72,7 @@ class BlockTables:
         return steps
 
     def hold(self, request: Request, blocks: Sequence[int], window_blocks: Sequence[int]) -> None:
-        """Begin with blocks that are there already, of which window_blocks are as many, or none: ``computed`` tokens."""
+        """Begin with these blocks, which hold the ``computed`` tokens. window_blocks: as many, or none."""
         first = self.first_seen(request.computed) if self.windowed else 0
         request.block_ids, request.unseen_blocks = list(blocks), first
         request.window_ids = [0] * first + list(window_blocks[first:])
@@ -89,13 +90,13 @@ class BlockTables:
         return self.layout.first_seen(position) // self.block_size
 
     def seen_upto(self, window_ids: Sequence[int], computed: int) -> int:
-        """The most tokens, up to ``computed``, after which all that the next one sees of a window is there.
+        """The most tokens, up to ``computed``, with which a sequence can begin: all that the next one sees of a window is there.
 
         window_ids: of a sequence's first blocks, 0 where there is none.
         """
         if not self.windowed:
             return computed
-        together, run = [], 0  # blocks in a row that are there, the last of them among them
+        together, run = [], 0  # how many blocks in a row, up to each, are there
         for block in window_ids[: -(-computed // self.block_size)]:
             run = run + 1 if block else 0
             together.append(run)
@@ -108,7 +109,7 @@ class BlockTables:
 
     @property
     def _kinds(self) -> tuple[int, ...]:
-        """The kinds of blocks, 0 (layers that see all keys) and 1 (with a window), slabs before pieces, as the pool counts on it."""
+        """The kinds of blocks, 0 (layers that see all keys) and 1 (with a window); slabs before pieces, as the pool expects."""
         if not self.windowed:
             return (0,)
         return (0, 1) if self.layout.pages > 1 else (1, 0)
@@ -122,9 +123,9 @@ class BlockTables:
             held.append(self._allocate(kind, held[-1] if held else 0))
 
     def _give_up_unseen(self, request: Request, *, keep_prompt: bool) -> None:
-        """Give up the blocks of a request's windows that no token sees which is still to be computed.
+        """Give up those of a request's window blocks that no later token sees.
 
-        keep_prompt: but not what the last block of its prompt sees, while other samples of the prompt wait, which begin there.
+        keep_prompt: but keep what the prompt's last block sees while other samples of the prompt wait, as they begin there.
         """
         if not self.windowed:
             return

@@ -1,11 +1,11 @@
-"""The bytes of the KV cache: one allocation, seen as one key and one value tensor a layer, and as rows of states.
+"""The memory of the KV cache: one allocation, seen as a key and a value tensor for each layer, and as rows of states.
 
-Layers with a window may have blocks of their own, as few as the window needs. For that the memory is cut into pages, of as
-many layers as there are of the rarer kind: a block of these is one page, and a block of the others as many pages as they
-fill, side by side. So both kinds take from the same memory, whatever the lengths of sequences ("Efficient Memory Management
-for Large Language Model Serving with PagedAttention", Kwon et al. 2023, has one kind of block). Where a layer of one kind keeps
-a multiple of what one of the other does, as Gemma 4's, so many of these take its place. Where all layers have a window, a page
-is of one of them, and a block of those that see all keys, of which there are none, names the tokens: nothing is in its page.
+Layers with a window may have blocks of their own, only as many as the window needs. For that the memory is cut into pages. A page
+has room for as many layers as there are of the rarer kind: a block of that kind is one page, and a block of the other kind is
+several pages side by side. So both kinds share the same memory, whatever the lengths of sequences ("Efficient Memory
+Management for Large Language Model Serving with PagedAttention", Kwon et al. 2023, has one kind of block). Where a layer of
+one kind keeps a multiple of what one of the other kind keeps, as in Gemma 4, several layers share its place. Where all layers
+have a window, a page is one layer's; blocks of layers that see all keys then exist for counting only, with nothing in their page.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class StateShape:
 class LayerShape:
     """What one layer keeps of a token, and of a sequence besides. Without attention it has no heads."""
 
-    query_heads: int = 0  # that attend to them: not of every model are they as many in all layers
+    query_heads: int = 0  # that attend to them; layers of one model may differ
     heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
     dtype: torch.dtype = torch.float32
     visibility: Visibility = PLAIN
-    same_as: int | None = None  # a layer before it, whose keys and values it attends to: it keeps none of its own
+    same_as: int | None = None  # an earlier layer, whose keys and values it attends to; it keeps none of its own
     states: tuple[StateShape, ...] = ()
 
     @property
@@ -71,12 +71,12 @@ class LayerShape:
 def block_layout(shapes: Sequence[LayerShape], block_size: int, max_model_len: int) -> BlockLayout:
     """The layout that gives layers with a window blocks of their own, where that saves memory; else the plain one.
 
-    It takes layers of either kind that are all alike, one of which keeps a multiple of what one of the other kind does,
-    and a longest sequence that takes less so.
+    That needs layers which are alike within each kind, the larger a multiple of the smaller; and it has to save memory for the
+    longest sequence.
     """
     kinds = _kinds(shapes)
     beside = _beside(*({(shapes[i].sizes, shapes[i].dtype) for i in kind} for kind in kinds))
-    for shape in shapes:  # who attends to the keys of another has to find them
+    for shape in shapes:  # a layer that attends to another one's keys needs the same blocks
         other = None if shape.same_as is None else shapes[shape.same_as]
         if other is not None and other.visibility != shape.visibility:
             beside = None
@@ -99,7 +99,7 @@ def _kinds(shapes: Sequence[LayerShape]) -> tuple[list[int], list[int]]:
 
 
 def _beside(*kinds: set[tuple[tuple[int, int], torch.dtype]]) -> tuple[int, int] | None:
-    """``BlockLayout.beside``, None where a place for the layers of one kind is none for those of the other."""
+    """``BlockLayout.beside``; None where layers of one kind do not fit in the places of the other."""
     if list(map(len, kinds)) == [0, 1]:
         return 1, 1
     if any(len(kind) != 1 for kind in kinds):
@@ -111,7 +111,7 @@ def _beside(*kinds: set[tuple[tuple[int, int], torch.dtype]]) -> tuple[int, int]
 
 
 def _page(shapes: Sequence[LayerShape], layout: BlockLayout) -> list[dict[int, int]]:
-    """For each part of a page, the layers whose keys and values it may hold, with the place of each after its block's first."""
+    """For each part of a page, the layers that may use it, each with its page within a block."""
     whole, windowed = _kinds(shapes)
     if not layout.window_pages:
         return [{i: 0} for i in sorted(whole + windowed)]
@@ -213,7 +213,7 @@ class KVCache:
             found.get(i if shape.same_as is None else shape.same_as, (nothing, nothing))
             for i, shape in enumerate(self.shapes)
         ]
-        for key, value in layers:  # padding reads and writes block 0: finite numbers, so that no NaN starts there
+        for key, value in layers:  # padding reads block 0: start with finite numbers, so that no NaN comes from there
             key[0].zero_()
             value[0].zero_()
         self.layers = layers

@@ -1,4 +1,4 @@
-"""Which block holds the KV of which token prefix."""
+"""Finds the blocks that hold the KV of a sequence's beginning, by its tokens."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class PrefixCache:
     The chain starts from what else the KV depends on: weight version and adapter. Two prefixes that differ in any of
     these never share a key. Blocks without a holder stay until the pool needs them (least recently used first).
 
-    With a block goes what scores its tokens, by variant, and the token after it: a cached position has no hidden state to
-    score the next token from, so without it a request that wants scores would compute the position again.
+    With a block are kept the scores of its tokens, by variant, and of the token after it. A cached position has no hidden state
+    to score the next token from, so a request with scores would otherwise have to compute the position again.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, enabled: bool) -> None:
@@ -46,7 +46,7 @@ class PrefixCache:
     ) -> None:
         """Append the keys of the full blocks of ``tokens[:upto]`` that ``keys`` does not have yet.
 
-        salts: tokens in their order, from each of which on KV depends on more than tokens, and on what else in all.
+        salts: (first token, what KV depends on besides tokens from there on), in order.
         """
         size = self.block_size
         for end in range((len(keys) + 1) * size, upto + 1, size):
@@ -56,7 +56,7 @@ class PrefixCache:
             keys.append(blake2b(parent + own, digest_size=16).digest())
 
     def lookup(self, keys: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest cached prefix. They are not held yet: share them before anything is allocated."""
+        """Blocks of the longest cached prefix. Nobody holds them yet: share them before anything is allocated."""
         blocks: list[int] = []
         if self.enabled:
             for key in keys:
@@ -71,7 +71,7 @@ class PrefixCache:
         return [self._window_of.get(key, 0) for key in keys]
 
     def insert(self, key: bytes, block: int, *, window: bool = False) -> bool:
-        """Offer a full, held block; False where another one serves that key, or it another key."""
+        """Offer a full, held block; False where the key has another block, or the block another key."""
         blocks = self._window_of if window else self._block_of
         if not self.enabled or key in blocks or block in self._key_of:
             return False
@@ -81,9 +81,9 @@ class PrefixCache:
         return True
 
     def keep_scores(self, keys: Sequence[bytes], tokens: Sequence[int], scoring: Scoring, since: int) -> None:
-        """Keep a sequence's scores with the blocks of it that are cached. keys: those of its blocks, in order.
+        """Keep a sequence's scores with those of its blocks that are cached. keys: of its blocks, in order.
 
-        since: the first token that a plan computes, before which no block is new.
+        since: the first token that the plan computes; no block before it is new.
         """
         for key in keys[max(scoring.first, since) // self.block_size : scoring.next // self.block_size]:
             if key in self._block_of:
@@ -95,10 +95,10 @@ class PrefixCache:
                         del kept[next(iter(kept))]
 
     def take_scores(self, keys: Sequence[bytes], tokens: Sequence[int], scoring: Scoring, whole: bool) -> None:
-        """Give a sequence the scores of its cached blocks, up to the first that lacks one it wants.
+        """Give a sequence the scores of its cached blocks, up to the first that lacks one it needs.
 
-        A block's last position scores the token after it, too, where that is the same. whole: even the last wanted score,
-        as there is something else to compute.
+        A block's last position also scores the token after it, if that is the same. whole: take even the last score, as there is
+        something else left to compute.
         """
         for end, key in enumerate(keys, 1):
             end *= self.block_size

@@ -1,4 +1,4 @@
-"""How much of a request's beginning is computed already, and what of it is kept for others."""
+"""Decides how much of a request's beginning need not be computed, and what it computes is kept for others."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from stoker.engine.request_scores import Scoring
 
 
 class PrefixReuse:
-    """Finds what a request that begins need not compute: blocks of another sample of its prompt, or of the prefix cache."""
+    """Finds blocks a request can begin with, of another sample of its prompt or of the prefix cache, and offers new ones."""
 
     def __init__(self, tables: BlockTables, states: StateCache, enabled: bool, weight_version: int) -> None:
         """enabled: whether blocks serve others after their request has ended. weight_version: of what is computed now."""
         self.tables, self.states, self.block_size = tables, states, tables.block_size
         self.cache = PrefixCache(tables.pool, tables.block_size, enabled)
         self.weight_version = weight_version
-        # Blocks in the cache that only the plan being made fills: how many tokens of their sequence are there before it.
+        # Blocks in the cache that only the plan being made will fill: how many tokens of their sequence were there before.
         self._unwritten: dict[int, int] = {}
 
     def begin_plan(self) -> None:
         self._unwritten.clear()
 
     def forget(self) -> None:
-        """Nothing that was computed before serves others any more."""
+        """Have nothing that was computed before serve other requests any more."""
         self.cache.clear()
         self.states.clear()
 
     def already_computed(self, request: Request, other: Request | None) -> tuple[list[int], list[int], int, bool]:
-        """(blocks that hold the beginning of the request, those of windows, how many tokens that is, whether the cache had them).
+        """(blocks with the request's beginning, those of windows, how many tokens that is, whether they come from the cache).
 
-        other: a running sample of the same prompt that has computed all of it. At least one token is left to compute, so
-        that there is a hidden state to sample from, and with it all from which a score is still wanted. A block that is
-        only partly the request's own is shared as it is; writing to it copies it first.
+        other: a running sample of the same prompt that has computed all of it. At least one token is left to compute, which
+        gives a hidden state to sample from, and so are all those that still need scores. The last block may be shared although
+        only part of it is the request's: it is copied before the request writes to it.
         """
         scoring = _still_to_score(request)
         cache, computed = self.cache, 0
@@ -54,22 +54,22 @@ class PrefixReuse:
             computed = next((end for end in known if self.tables.seen_upto(window_blocks, end) == end), 0)
         part, last = computed % self.block_size, computed // self.block_size
         if part and any(computed > self._unwritten.get(ids[last], computed) for ids in (blocks, window_blocks) if ids):
-            computed -= part  # a copy would come before what the plan writes
+            computed -= part  # a copy would come too early: before the plan writes the block
         computed = self.tables.seen_upto(window_blocks, computed)
         end = -(-computed // self.block_size)
         return blocks[:end], window_blocks[:end], computed, from_cache
 
     def claim(self, request: Request, num_new: int) -> range:
-        """The tokens that a plan scores of a request, of which it computes ``num_new``.
+        """The tokens of a request to score in a plan that computes ``num_new`` of its tokens.
 
-        What the plan computes of a prompt serves those that it admits next: layers write before they read.
+        What the plan computes of a prompt can be used at once by requests that it admits next: layers write before they read.
         """
         scoring = _still_to_score(request)
         scored = scoring.claim(request.computed + num_new) if scoring else range(0)
         if num_new > 1:
             known = min(request.computed + num_new, len(request.tokens))
             self._unwritten |= dict.fromkeys(self.offer(request, known), request.computed)
-            if scoring:  # those that were complete may be of older weights
+            if scoring:  # not scores that were complete before: they may be of older weights
                 self.keep_scores(request, scoring, request.computed)
         border = self.states.border(request.num_prompt)
         if request.computed + num_new == border and self.cache.enabled and not request.older_kv:
@@ -77,7 +77,7 @@ class PrefixReuse:
         return scored
 
     def offer(self, request: Request, known: int) -> list[int]:
-        """Have the full blocks of the first ``known`` tokens serve other requests; returns those that now do."""
+        """Offer the full blocks of the first ``known`` tokens to other requests; returns those that the cache took."""
         full, cache = known // self.block_size, self.cache
         if not cache.enabled or full <= request.offered_blocks or request.older_kv:
             return []
@@ -105,5 +105,5 @@ def _still_to_score(request: Request) -> Scoring | None:
 
 
 def _most(request: Request, scoring: Scoring | None) -> int:
-    """The most tokens that a request may begin with as computed: one is left to compute, and the scores it still wants."""
+    """The most tokens that a request can skip: one is left to compute, and those whose scores are still missing."""
     return (request.total if scoring is None else scoring.next) - 1

@@ -1,8 +1,8 @@
-"""Which row of the state tensors holds what, for layers that keep one state of a whole sequence (Mamba-2, delta rule).
+"""Rows of the state tensors of recurrent layers, which keep one state of a whole sequence (Mamba-2, delta rule).
 
-A state says only what came of all tokens up to one place, so it can serve another sequence from that place alone. Each
-slot has a row, in which its request's state moves on with ``computed``; besides there are rows for copies of states at the
-ends of full blocks, by the keys of the prefix cache.
+A state is what came of all tokens up to one place, so another sequence can go on from exactly there. Each slot has a row, in
+which its request's state moves on with ``computed``. Other rows hold copies of states at the ends of full blocks, by the keys
+of the prefix cache.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ class StateLayout:
 class StateCache:
     """Which rows hold copies, and what a plan has to copy.
 
-    Copies are asked for while a plan is made. Those to slots come before it runs and those from slots after it, so what a
-    plan keeps serves the next one on. The copy used longest ago makes room for a new one. A first use does not count: a
-    conversation's next turn keeps a copy of its own, and among several that take turns the one used longest ago comes next.
+    Copies are asked for while a plan is made. Copies to slots are made before it runs, and copies from slots after it, for later
+    plans to use. A new copy takes the place of the least recently used one. A copy's first use does not count: it is mostly a
+    conversation's next turn, which keeps a copy of its own; and of several conversations that take turns, the one used longest
+    ago is the next to be needed.
     """
 
     def __init__(self, layout: StateLayout | None, block_size: int) -> None:
@@ -45,7 +46,7 @@ class StateCache:
         self.layout, self.block_size = layout, block_size
         self._free = [] if layout is None else list(range(layout.num_rows - 1, layout.zeros, -1))
         self._row_of: OrderedDict[bytes, int] = OrderedDict()  # the one used longest ago first
-        self._used: set[bytes] = set()  # of these, what a sequence has begun with
+        self._used: set[bytes] = set()  # those of them that a sequence has begun with
         self._begun: list[tuple[int, int]] = []
         self._kept: list[tuple[int, int]] = []
         self._coming: dict[bytes, int] = {}  # rows that only the plan being made writes
@@ -64,7 +65,7 @@ class StateCache:
         return (num_prompt - 1) // self.block_size * self.block_size
 
     def known(self, keys: Sequence[bytes]) -> Iterator[int]:
-        """The numbers of first blocks after which a sequence's state is kept, largest first. keys: those of its blocks, in order."""
+        """After how many of its blocks a sequence's state is known, largest first. keys: of its blocks, in order."""
         return (n for n in range(len(keys), 0, -1) if keys[n - 1] in self._row_of)
 
     def begin(self, slot: int, keys: Sequence[bytes]) -> None:
@@ -95,14 +96,14 @@ class StateCache:
     def take(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(copies before the plan runs, copies after it), each a list of (from, to)."""
         before, after = self._begun, self._kept
-        if before and self.layout is not None:  # nothing that padding came to stays for ever
+        if before and self.layout is not None:  # clear the padding's state, too, which may have become anything
             before = [*before, (self.layout.zeros, self.layout.padding)]
         self._row_of |= self._coming
         self._begun, self._kept, self._coming = [], [], {}
         return before, after
 
     def clear(self) -> None:
-        """Forget every copy; what slots have is theirs."""
+        """Forget every copy. Slots keep their states."""
         self._free += self._row_of.values()
         self._row_of.clear()
         self._used.clear()

@@ -1,4 +1,4 @@
-"""What an adapter does to modules that only images go through: vision towers and what joins them to the text."""
+"""Adapters on modules that only images go through: vision towers, and what connects them to the text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from stoker.engine.adapters.checks import is_linear, states_of
 from stoker.engine.model import ModelShell
 from stoker.kernels.errors import UnsupportedModelError
-from stoker.kernels.reference.lora import AdapterWeights, LoraWeights
+from stoker.kernels.reference.adapter_weights import AdapterWeights, LoraWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from stoker.engine.images.inputs import ImageInputs, is_by_token
 
-_MOST_VALUES = 2**23  # of pixels, and the like: some thousand patches, of which vision towers have the most in memory
+_MOST_VALUES = 2**23  # of pixels and the like: some thousand patches, which bounds a vision tower's memory
 
 
 def batches(prompts: Sequence[ImageInputs], most: int) -> Iterator[list[ImageInputs]]:
-    """Prompts whose inputs can be joined, together at most ``most`` tokens with padding. One that is larger is alone."""
+    """Batches of prompts whose inputs can be joined, of at most ``most`` tokens with padding. A larger prompt is alone."""
     alike: dict[object, list[ImageInputs]] = {}
     for images in prompts:
         alike.setdefault(_kind(images), []).append(images)
@@ -32,7 +32,7 @@ def batches(prompts: Sequence[ImageInputs], most: int) -> Iterator[list[ImageInp
 
 
 def _kind(images: ImageInputs) -> object:
-    """Equal for prompts whose inputs differ in their first dimension alone, that of images or patches; None for others."""
+    """Equal for prompts whose inputs differ only in their first dimension, that of images or patches; None if they have none."""
     if not all(tensor.dim() for tensor in images.inputs.values()):
         return None
     length = len(images.tokens)
@@ -47,9 +47,9 @@ def _values(images: ImageInputs) -> int:
 
 
 def joined(batch: Sequence[ImageInputs], text: int) -> dict[str, Tensor]:
-    """The inputs of one forward over a batch. text: a token that stands for no image, which shorter prompts are padded with on the right.
+    """The inputs of one forward over a batch. text: a token that stands for no image, with which shorter prompts are padded.
 
-    There it needs no mask: nothing comes after it.
+    Padding is on the right, where it needs no mask: nothing comes after it.
     """
     width = max(len(images.tokens) for images in batch)
 
@@ -64,7 +64,7 @@ def joined(batch: Sequence[ImageInputs], text: int) -> dict[str, Tensor]:
 
 
 def row_of(given: Mapping[str, Any], row: int, rows: int, length: int) -> dict[str, Any]:
-    """What a language model is called with for ``rows`` prompts, as it would be for one of them, of ``length`` tokens."""
+    """Of what a language model is called with for ``rows`` prompts, the part of one of them, of ``length`` tokens."""
     if rows == 1:
         return dict(given)
 

@@ -1,8 +1,8 @@
 """Runs a model on prompts with images, as far as its language model.
 
-The forward is the model's own. What it hands over there (embeddings in place of those of the placeholders, rotary
-positions, features for the first layers) is all that images do, and is kept on the host: steps that compute a placeholder
-take from it.
+The forward is the model's own, stopped where it calls its language model. What it passes on there is all that images do:
+embeddings in place of the placeholders', rotary positions, features for the first layers. That is kept on the host, and steps
+that compute a placeholder take their part of it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from stoker.engine.model import ModelShell
 from stoker.kernels.errors import InvalidRequestError, UnsupportedModelError
 from stoker.kernels.interrupts import uninterrupted
 
-# What a language model is given that is looked at, and that is of no interest; anything else may change its numbers.
+# Arguments of a language model that are used here, and those that do not matter. Any other may change its numbers.
 _KNOWN = {"inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks", "deepstack_visual_embeds"}
 _KNOWN |= {"per_layer_inputs"}  # of Gemma 4, which makes them of the tokens alone, in every step
 _OF_NO_MATTER = {"input_ids", "cache", "past_key_values", "cache_position", "use_cache", "return_dict"}
 _OF_NO_MATTER |= {"logits_to_keep", "output_attentions", "output_hidden_states"}
-_ROWS = 256  # of masks, looked at together
+_ROWS = 256  # of a mask, compared at a time
 
 
 def encode(shell: ModelShell, batch: Sequence[ImageInputs], adapter: ImageAdapter, most: int) -> list[ImageFeatures]:
-    """Run the model, with an adapter, on prompts as far as its language model. most: tokens that a step computes.
+    """Run the model, with an adapter, on a batch of prompts, as far as its language model.
 
-    batch: one of ``batches``.
+    batch: one of ``batches``. most: tokens that a step can compute.
 
     Raises ``InvalidRequestError`` for inputs that it does not take, ``UnsupportedModelError`` for a model whose images do
     more than the engine knows of.
@@ -93,7 +93,7 @@ def _intercepted(shell: ModelShell) -> Iterator[None]:
     finally:
         del shell.decoder.forward
         for module in shell.module.modules():
-            if getattr(module, "rope_deltas", None) is not None:  # remembered for a next step that never comes
+            if getattr(module, "rope_deltas", None) is not None:  # left for a next step, which never comes
                 module.rope_deltas = None
 
 
@@ -101,18 +101,18 @@ def _handed_over(shell: ModelShell, inputs: Mapping[str, Any], adapter: ImageAda
     """The arguments that the model calls its language model with."""
     name = type(shell.module).__name__
     try:
-        # What stayed of this in the model after an interrupt would change what comes next, and nobody would know.
+        # An interrupt must not leave hooks or the like in the model: they would silently change later results.
         with uninterrupted(), _intercepted(shell), adapter.over(shell.module):
             given = {**inputs, "use_cache": False}
             if adapter.states:
                 functional_call(shell.module, dict(adapter.states), (), given)
-            else:  # which looks at every parameter there is
+            else:  # ``functional_call`` goes through all parameters
                 shell.module(**given)
     except _HandedOver as reached:
         return {key: value for key, value in reached.arguments.items() if value is not None}
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # of any kind: these are the model's own words about what it was given
+    except Exception as error:  # of any kind: the model's own complaints about its inputs
         raise InvalidRequestError(f"{name} does not take it ({type(error).__name__}: {error})") from error
     raise UnsupportedModelError(f"{name} does not run its language model on images: use model.generate for them")
 
@@ -148,8 +148,9 @@ def _features(name: str, given: Mapping[str, Any], plain: Tensor, window: int | 
 
 
 def _spans(masks: Any, window: int | None) -> tuple[tuple[tuple[int, int], ...], bool] | None:
-    """Tokens, from and to, that each see all up to the last of them, by the masks of all kinds of layers, and whether so
-    they do in layers with a window alone. None where these have tokens see later ones in any other way.
+    """(spans of tokens, from and to, that see each other both ways; whether they do so only in layers with a window).
+
+    None where masks let tokens see later ones in any other way. masks: of all kinds of layers.
     """
     kinds = masks if isinstance(masks, Mapping) else {"full_attention": masks}
     given = {kind: mask[0, 0] for kind, mask in kinds.items() if isinstance(mask, Tensor) and mask.dim() == 4}
@@ -164,7 +165,7 @@ def _spans(masks: Any, window: int | None) -> tuple[tuple[tuple[int, int], ...],
         return any(bool((seen(mask, rows) & (at > at[rows, None])).any()) for rows in pieces)
 
     def sees(kind: str, newest: Tensor, near: int | None = None) -> bool:
-        """Whether each token sees all up to the newest it may, ``near`` of them up to itself where that is given."""
+        """Whether each token sees all from the first, or from ``near`` before itself on, up to its ``newest``."""
         for rows in pieces:
             wanted = at <= newest[rows, None]
             if near is not None:
@@ -193,7 +194,7 @@ def _spans(masks: Any, window: int | None) -> tuple[tuple[tuple[int, int], ...],
 
 
 def _rope_deltas(positions: Tensor | None, length: int) -> tuple[NDArray[np.int64] | None, int]:
-    """Rotary positions relative to places, and those of what follows.
+    """Rotary positions minus places in the sequence, and the same for tokens after the prompt.
 
     positions: [.., L], of one row, of three (time, height, width), or of text and these three.
     """
@@ -201,7 +202,7 @@ def _rope_deltas(positions: Tensor | None, length: int) -> tuple[NDArray[np.int6
         return None, 0
     rows = positions.reshape(-1, length)[-3:].cpu().numpy()
     rope_deltas = np.broadcast_to(rows, (3, length)) - np.arange(length)
-    # Text goes on from the last token, in the forward of a whole sequence; a cache's "rope delta" is from the largest of all,
-    # which a video has in its midst.
+    # In the forward of a whole sequence, text goes on from the last token's position. (Not from the largest one, as the
+    # "rope delta" of a cache has it: a video may have that in its middle.)
     shift = int(rows[:, -1].max()) + 1 - length
     return (rope_deltas, shift) if rope_deltas.any() or shift else (None, 0)

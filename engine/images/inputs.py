@@ -1,4 +1,4 @@
-"""Prompts with images: what a processor made of these, what the model made of that, and what a step takes from it."""
+"""Prompts with images: ``ImageInputs``, from the processor; ``ImageFeatures``, from the model; and what a step takes of these."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stoker.engine.step_context import ImageRows
 
-Salt = tuple[int, bytes]  # the first token whose KV depends on more than tokens, and what else that depends on
+Salt = tuple[int, bytes]  # (first token whose KV depends on more than tokens, what else it depends on)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class ImageFeatures:
     deep: tuple[Tensor, ...]  # added there after each of the first layers, [n, D] each
     rope_deltas: NDArray[np.int64] | None  # rotary positions (time, height, width) minus places, [3, L]; None: all zero
     shift: int  # the same of tokens after the prompt
-    spans: tuple[tuple[int, int], ...] = ()  # tokens, from and to, in order, that each see all up to the last of them
-    local_spans: bool = False  # so they do in layers with a window alone
-    known: tuple[Salt, ...] = ()  # of the shorter prompt that this one goes on from, if it does
-    since: int = 0  # and the first token whose KV depends on more than on that one and on tokens
+    spans: tuple[tuple[int, int], ...] = ()  # of tokens (from, to), in order, that see each other both ways
+    local_spans: bool = False  # whether they do so only in layers with a window
+    known: tuple[Salt, ...] = ()  # the salts of the shorter prompt that this one continues, if it does
+    since: int = 0  # then the first token whose KV depends on more than those and tokens
 
     def rope_deltas_of(self, start: int, count: int) -> NDArray[np.int64]:
         """The relative rotary positions of ``count`` tokens from ``start`` on, int64 [3, count]."""
@@ -44,7 +44,7 @@ class ImageFeatures:
 
     @property
     def first(self) -> int:
-        """The first token whose KV depends on more than the tokens before it, and than what is ``known``."""
+        """The first token whose KV depends on more than tokens and what is ``known``."""
         if self.known:
             return self.since
         first = int(self.places[0])
@@ -81,8 +81,8 @@ class ImageFeatures:
 class ImageInputs:
     """A prompt's images as a processor made them, and what the model made of those.
 
-    tokens: the prompt, with placeholders; a sequence may go on after it. inputs: what the model's forward takes
-    besides. digest: of the inputs; the same for a prompt that goes on from another one with no more images.
+    tokens: the prompt, with placeholders; a sequence may go on after it. inputs: what else the model's forward takes.
+    digest: of the inputs; a prompt that continues another one without more images has the same.
     """
 
     tokens: list[int]
@@ -94,7 +94,7 @@ class ImageInputs:
 
     @classmethod
     def of(cls, tokens: list[int], inputs: Mapping[str, Tensor]) -> ImageInputs:
-        digest = sha256()  # which processors have instructions for: pixels are megabytes
+        digest = sha256()  # CPUs have instructions for it, and pixels are megabytes
         for name, tensor in sorted(inputs.items()):
             plain = tensor.detach().cpu().contiguous().flatten()
             size = tuple(tensor.shape)
@@ -106,14 +106,14 @@ class ImageInputs:
 
     @property
     def end(self) -> int:
-        """From this token on a sequence has no images."""
+        """The end of the last image: from this token on a sequence has none."""
         assert self.features is not None
         return int(self.features.places[-1]) + 1
 
     def serves(self, tokens: list[int]) -> bool:
-        """Whether its features are those of another prompt with the same digest.
+        """Whether its features also fit another prompt with the same digest.
 
-        They are where no token up to the last image is another, and none after it stands for an image.
+        They do if all tokens up to the last image are the same, and none after it stands for an image.
         """
         assert self.features is not None
         if tokens is self.tokens:
@@ -122,13 +122,13 @@ class ImageInputs:
         return self.tokens[: self.end] == tokens[: self.end] and images.isdisjoint(tokens[self.end :])
 
     def beyond(self, known: ImageInputs) -> tuple[dict[str, Tensor], ImageInputs] | None:
-        """(its inputs as far as those of ``known`` go, what is beyond), where it may be that prompt with more images; else None.
+        """(inputs as far as ``known`` has them, the rest), if this prompt may be ``known`` with more images after it; else None.
 
-        Whether the former have the digest of ``known`` is left to ask. known: its tensors need no content.
+        The caller still has to compare the digest of the former with that of ``known``, whose tensors need no content.
         """
         end = known.end
         if self.inputs.keys() != known.inputs.keys() or end == len(known.tokens):
-            return None  # what is right behind it tells where others begin
+            return None  # there has to be text right behind it, to separate it from more images
         begin: dict[str, Tensor] = {}
         rest: dict[str, Tensor] = {}
         for name, tensor in self.inputs.items():
@@ -147,7 +147,7 @@ class ImageInputs:
 
     @property
     def salts(self) -> tuple[Salt, ...]:
-        """What KV depends on besides tokens: first the images that a shorter prompt has, too, which is to share it."""
+        """What KV depends on besides tokens. Images that a shorter prompt has too come first, so that both share their KV."""
         assert self.features is not None
         if self._salts is None or self._salts[0] is not self.features:  # asked for at every block
             self._salts = self.features, self._salts_of(self.features)
@@ -160,13 +160,13 @@ class ImageInputs:
         return *features.known, (features.first, own)
 
     def around(self, place: int) -> tuple[int, int]:
-        """The span that a sequence would be cut in at a place; from there to there where there is none."""
+        """The span that would be cut at a place; empty, (place, place), if there is none."""
         assert self.features is not None
         found = (span for span in self.features.spans if span[0] < place < span[1])
         return next(found, (place, place))
 
     def fitting(self, start: int, count: int, budget: int) -> int:
-        """How many tokens to compute from ``start`` on, about ``count``, so that no span is cut: 0 where none fit."""
+        """How many tokens to compute from ``start`` on, about ``count``, cutting no span; 0 where the budget is too small."""
         _, end = self.around(start + count)
         if end - start > budget:
             end, _ = self.around(start + budget)

@@ -1,4 +1,4 @@
-"""Makes the features of images: of each once for all prompts that share it, until weights change."""
+"""Gets images encoded: each once for all prompts that share it, and again when weights change."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ class ImageReader:
         alone: no prompt is read together with others, so that its features are the same to the last bit.
         """
         self._image_adapter, self._most, self._alone = image_adapter, most, alone
-        self._weights = 0  # counts those there have been
+        self._weights = 0  # counts changes of the weights
         self._kept: OrderedDict[tuple[bytes, str | None], ImageInputs] = OrderedDict()  # those used last at the end
         self._bytes = 0
 
     def forget(self) -> None:
-        """Keep nothing of what was read. Requests hold what they have."""
+        """Drop all features that are kept. Requests keep theirs."""
         self._kept.clear()
         self._bytes = 0
 
     def renew(self) -> None:
-        """Weights may be others now: nothing that was read is of use, to requests either."""
+        """Weights may have changed: no features are valid any more, requests' neither."""
         self._weights += 1
         self.forget()
 
     def begin(self, shell: ModelShell) -> Callable[[Sequence[ImageInputs], Adapter | None], None]:
-        """A function that sees to the features of prompts' images, under the present weights and an adapter. For one use.
+        """A function that encodes the images of prompts under the present weights and an adapter. For use now.
 
-        It raises ``InvalidRequestError`` or ``UnsupportedModelError`` where the model makes nothing of some images; the
-        others may have their features then.
+        It raises ``InvalidRequestError`` or ``UnsupportedModelError`` where the model cannot take some images; others may
+        have been encoded by then.
         """
         known: dict[Adapter | None, ImageAdapter] = {None: ImageAdapter()}
 
         def ensure(prompts: Sequence[ImageInputs], adapter: Adapter | None) -> None:
             key = None if adapter is None else adapter.key
             under = self._weights, key
-            missing: dict[ImageInputs, _Part] = {}  # by what of them is left to read
+            missing: dict[ImageInputs, _Part] = {}  # by the inputs that are left to encode
             for images in prompts:
                 if images.features is not None and images.made_under == under:
                     continue
@@ -83,8 +83,8 @@ class ImageReader:
         return [features for part in parts for features in encode(shell, [part.images], adapter, self._most)]
 
     def _beyond(self, images: ImageInputs, adapter: str | None) -> _Part:
-        """What of a prompt is beyond the latest known one that it goes on from, as a next turn does."""
-        digests: dict[object, bytes] = {}  # by how far: of many with like images each has to be found out once
+        """What is left to encode of a prompt that continues a known one, as the next turn of a conversation does."""
+        digests: dict[object, bytes] = {}  # of this prompt's beginning, by its sizes: computed once for each
         for (digest, under), known in reversed(self._kept.items()):
             if under != adapter or (parts := images.beyond(known)) is None:
                 continue
@@ -107,7 +107,7 @@ class ImageReader:
         key = images.digest, adapter
         if key in self._kept:
             self._bytes -= _bytes_of(self._kept.pop(key))
-        tokens = images.tokens[: images.end + 1]  # as far as they matter; the list itself is the user's, too
+        tokens = images.tokens[: images.end + 1]  # the rest does not matter; and the list itself may be the user's
         self._kept[key] = replace(images, tokens=tokens, inputs={n: t.to("meta") for n, t in images.inputs.items()})
         self._bytes += _bytes_of(images)
         while self._bytes > _MOST_BYTES:
@@ -116,7 +116,7 @@ class ImageReader:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What is left to encode of a prompt. rest: what is beyond ``known``; None where that is all of it."""
+    """What is left to encode of a prompt. rest: what comes after ``known``; None: all of the prompt."""
 
     images: ImageInputs
     rest: ImageInputs | None = None

@@ -1,8 +1,8 @@
-"""Decoder layers in few operations: what a layer consists of, which fused form computes the same, and what runs it.
+"""Decoder layers made of few operations: what a layer consists of, which fused form computes the same, and what runs it.
 
-- Found out: ``layer_structure`` and ``moe_structure`` by names, ``router_probe`` and ``probe`` by trying.
-- Fused: ``fused_layers`` replaces layers by the form that ``fused_forms`` finds; a ``fused_decoder`` layer has
-  ``fused_branches``, of ``linears``, ``fused_mixers`` and ``fused_moe``; ``fused_model`` runs the whole decoder.
+- Finding out what a layer does: ``layer_structure`` and ``moe_structure`` by names, ``router_probe`` and ``probe`` by trying.
+- Fused layers: ``fused_layers`` replaces layers by the form that ``fused_forms`` finds. A ``fused_decoder`` layer has
+  ``fused_branches``, made of ``linears``, ``fused_mixers`` and ``fused_moe``. ``fused_model`` runs the whole decoder.
 - The model's own modules on the engine's operations: ``experts``, ``recurrent``, ``rotary``, ``quantised``.
 - ``fp8_weights``: rounded copies of weights.
 """

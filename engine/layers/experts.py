@@ -1,10 +1,10 @@
-"""Experts of a mixture-of-experts layer on the engine's own operation, through transformers' ``ExpertsInterface``.
+"""Runs the experts of mixture-of-experts layers on the engine's own operation, through transformers' ``ExpertsInterface``.
 
-A module is taken over only where the activation between its projections is one the operation knows, which is tried out
-on a few numbers. Any other runs as transformers runs it by default, which does not wait for the device either.
+A module is taken over only where the operation knows the activation between its projections, which is tried out on a few
+numbers. Others run by transformers' default, which does not wait for the device either.
 
-Experts that know no such interface, as Llama 4's, run each over every token, of which the router has made zeros of most. They
-are on the operation where the whole block is (``fused_moe``), and run as they are elsewhere until an adapter is over them.
+Some experts do not use that interface, as Llama 4's: each runs over every token, most of which the router has set to zero. They
+run on the operation where their whole block does (``fused_moe``); elsewhere they run their own code, until they get an adapter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 
 from stoker.engine.layers.probe import FAR, has_tensors
 from stoker.kernels.ops import Ops
-from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights, expert_slots
+from stoker.kernels.reference.adapter_weights import LoraWeights
+from stoker.kernels.reference.lora import AdapterRows, LoraTable, expert_slots
 from stoker.kernels.reference.moe import ExpertAdapters, Gate
 from stoker.kernels.reference.norm_rotary import ACTIVATIONS
 
@@ -30,16 +31,16 @@ EXPERTS = "stoker_experts"
 _DEFAULT = "grouped_mm"
 _STATE = "stoker_experts"  # of a module that was taken over
 _GATES = tuple(Gate(act=act) for act in ACTIVATIONS)
-_BIAS = "_bias"  # what transformers calls biases of a projection, after its name
+_BIAS = "_bias"  # ends the names that transformers gives to biases of projections
 
 
 @dataclass(slots=True)
 class _State:
     ops: Ops
     gate: Gate
-    dense: bool = False  # every expert runs over every token, weighed
+    dense: bool = False  # every expert runs over every token, times its weight
     adapters: Callable[[], ExpertAdapters | None] = lambda: None  # of the step that runs
-    # Weights and scales of the two projections by name, in order, where these are not the module's own.
+    # By name, in order: the two projections' values and scales in fp8, where these are used in place of the module's own.
     in_fp8: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
@@ -57,7 +58,7 @@ def is_taken_over(module: Any) -> bool:
 
 @contextmanager
 def run_on(modules: Iterable[Any], ops: Ops) -> Iterator[None]:
-    """Context manager: the experts among modules that were taken over run on other operations."""
+    """Context manager: experts that were taken over, among these modules, run on other operations."""
     states: list[_State] = [getattr(module, _STATE) for module in modules if is_taken_over(module)]
     before = [state.ops for state in states]
     for state in states:
@@ -70,7 +71,7 @@ def run_on(modules: Iterable[Any], ops: Ops) -> Iterator[None]:
 
 
 def run_experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, **options: Any) -> Tensor:
-    """``Ops.experts`` with the parameters of a module that was taken over, and its adapters. options: of the operation."""
+    """``Ops.experts`` with the parameters and the adapters of a module that was taken over. options: of the operation."""
     state: _State = getattr(module, _STATE)
     if state.in_fp8:
         (gate_up, down), options["scales"] = zip(*state.in_fp8.values(), strict=True)
@@ -82,31 +83,31 @@ def run_experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tens
 
 
 def _matrices(module: Any) -> dict[str, Tensor]:
-    """The two projections of experts that were taken over, by name: [E, N, D], of any strides."""
+    """The two projections of experts that were taken over, by name: [E, N, D], with any strides."""
     weights = {name: getattr(module, name) for name in _projections(module)}
     return {name: weight.transpose(1, 2) for name, weight in weights.items()} if _is_transposed(module) else weights
 
 
 def matrices(module: nn.Module) -> dict[str, Tensor]:
-    """The weights that only ``run_experts`` reads; of any other module, none."""
+    """The weights that only ``run_experts`` reads; none of other modules."""
     return _matrices(module) if is_taken_over(module) and not _is_dense(module) else {}
 
 
 def may_be_rounded(module: nn.Module) -> tuple[str, ...]:
-    """Names of what ``matrices`` may be once experts are taken over. It holds on the meta device too."""
+    """Names of what ``matrices`` may become once experts are taken over. Works on the meta device too."""
     return _projections(module) if are_experts(module) and knows_interface(module) else ()
 
 
 def multiply_in_fp8(module: Any, name: str, values: Tensor, scales: Tensor) -> None:
-    """Let experts run on a weight in fp8, [E, N, D], with its scales, [E, N], in place of that of their ``matrices``.
+    """Let experts use a weight in fp8, [E, N, D], with its scales, [E, N], in place of the one in their ``matrices``.
 
-    Both are given before they run.
+    To be called for both projections before the experts run.
     """
     getattr(module, _STATE).in_fp8[name] = values, scales
 
 
 def _dense_experts(module: Any, hidden_states: Tensor) -> Tensor:
-    """As the module's own forward, with adapters. hidden_states: [E * T, D], all tokens for each expert; returns the same."""
+    """The module's own forward, with adapters. hidden_states: [E * T, D], all tokens for each expert; returns the same shape."""
     state: _State = getattr(module, _STATE)
     adapters, experts = state.adapters(), module.num_experts
     x = hidden_states.view(experts, -1, hidden_states.shape[-1])
@@ -130,30 +131,27 @@ def _dense_experts(module: Any, hidden_states: Tensor) -> Tensor:
 ExpertsInterface.register(EXPERTS, _experts_interface)
 
 
-def take_over_experts(model: nn.Module, ops: Ops) -> int:
-    """Let the modules of ``model`` that go through the interface run on ``ops``. Returns how many do."""
-    count = 0
+def take_over_experts(model: nn.Module, ops: Ops) -> None:
+    """Let the experts of a model run on ``ops``, as far as their activation is a known one."""
     for module in filter(are_experts, model.modules()):
         dense = not knows_interface(module)
         gate = _gate_of_dense(module) if dense else _gate_of(module)
         if gate is not None:
             setattr(module, _STATE, _State(ops, gate, dense))
-            count += not dense
-    return count
 
 
 def knows_interface(module: nn.Module) -> bool:
-    """Whether experts ask transformers' ``ExpertsInterface`` what to run. Of those that have all it wants some do not (Step 3.7's)."""
+    """Whether experts run what transformers' ``ExpertsInterface`` says. Some have all that takes, and do not (Step 3.7's)."""
     return hasattr(module, "has_gate")
 
 
 def are_experts(module: nn.Module) -> bool:
-    """Whether a module has the two projections of experts. It holds on the meta device too."""
+    """Whether a module has the two projections of experts. Works on the meta device too."""
     return all(getattr(module._parameters.get(name), "ndim", 0) == 3 for name in _projections(module))
 
 
 def repeats_tokens(module: nn.Module) -> bool:
-    """Whether it is experts which all get all tokens (Llama 4's)."""
+    """Whether a module is experts that each get all tokens (Llama 4's)."""
     return are_experts(module) and not knows_interface(module) and not hasattr(type(module), "_apply_gate")
 
 
@@ -176,7 +174,7 @@ def projection_of(key: str) -> str:
 
 
 def as_run(module: nn.Module, weights: LoraWeights) -> LoraWeights:
-    """An adapter of experts in the order in which it runs. PEFT has A and B of dense ones the other way round."""
+    """An adapter of experts as it runs: for dense ones PEFT has A and B swapped."""
     return weights._replace(a=weights.b.mT, b=weights.a.mT) if _is_dense(module) else weights
 
 
@@ -207,7 +205,7 @@ def _projections(module: nn.Module) -> tuple[str, str]:
 
 
 def _is_dense(module: Any) -> bool:
-    """Whether experts that were taken over run each over every token (Llama 4's)."""
+    """Whether experts that were taken over each run over every token (Llama 4's)."""
     state: _State = getattr(module, _STATE)
     return state.dense
 
@@ -221,8 +219,7 @@ def _has_bias(module: Any) -> bool:
 
 
 def _gate_of_dense(module: Any) -> Gate | None:
-    """The activation of experts that run each over its own of [E * T, D], and by projections [E, D, 2 * I] and [E, I, D] and no
-    other; None where they do something else."""
+    """The activation of experts over [E * T, D], with projections [E, D, 2 * I] and [E, I, D]; None where they do something else."""
     if set(module.state_dict()) != {"gate_up_proj", "down_proj"}:
         return None
     depth, generator = module.down_proj.shape[2], torch.Generator().manual_seed(0)
@@ -250,7 +247,7 @@ def _gate_of(module: Any) -> Gate | None:
     known = [*_GATES] if module.has_gate else [Gate(gated=False)]
     if hasattr(module, "alpha") and hasattr(module, "limit"):
         known.append(Gate(interleaved=True, alpha=module.alpha, limit=module.limit, offset=1.0))
-    # Of either sign and beyond any limit, whether halves are the gate and what it is of, or every other number.
+    # Numbers of both signs and beyond any limit, in both places: the gate may be the first half or every other number.
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(128, generator=generator, device="cpu").view(2, 64)
     near, far = torch.linspace(-12, 12, 128, device="cpu"), torch.linspace(-FAR, FAR, 128, device="cpu")

@@ -1,4 +1,4 @@
-"""Copies of a shell's decoder weights rounded to fp8, which its layers multiply by in place of the weights themselves."""
+"""Copies of a shell's decoder weights rounded to fp8, which its layers multiply by in place of the weights."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ _ALIGNMENT = 256  # bytes
 
 
 class Rounded(NamedTuple):
-    """A matrix, or one of each expert, and what it is in fp8."""
+    """A matrix, or one for each expert, and its copy in fp8."""
 
     source: Tensor
     values: Tensor  # [N, D] or [E, N, D]
     scales: Tensor  # [N] or [E, N]
 
 
-# The names and the tensors of what becomes one matrix, and who gets it.
+# (names, tensors, a function that takes values and scales) of weights that become one matrix.
 _Wanted = tuple[Sequence[str], Sequence[Tensor], Callable[[Tensor, Tensor], None]]
 
 
 class Fp8Weights:
-    """Made of the shell's own tensors, wherever those are, and made anew by ``refresh`` when these have changed.
+    """The rounded copies, made from the shell's tensors, and made anew by ``refresh`` when these have changed.
 
-    They are in one storage, which can be given back and taken again. Embeddings, head, routers, norms and shared experts
-    stay as they are, and so does all of a layer that runs the model's own code.
+    They lie in one piece of memory, which can be given back and taken again. Embeddings, head, routers, norms and shared experts
+    are not rounded, nor is anything in a layer that runs the model's own code.
 
-    by_name: of each weight that is rounded.
+    by_name: by the name of each weight that is rounded.
     """
 
     def __init__(self, shell: nn.Module, modules: Mapping[str, nn.Module], ops: Ops, passing: Collection[str]) -> None:
-        """modules: the shell's by name, as they were before layers were fused. passing: weights whose numbers are in memory for a
-        moment only, in which ``refresh`` is called with their names.
+        """modules: the shell's by name, from before layers were fused. passing: names of weights that are in memory only for moments,
+        in which ``refresh`` is called with them.
 
         Raises ``UnsupportedModelError`` where none has weights that can be rounded.
         """
         self._ops, self._passing = ops, passing
-        self._biases: list[tuple[Tensor, list[Tensor]]] = []  # joined ones, and what of
+        self._biases: list[tuple[Tensor, list[Tensor]]] = []  # joined biases, and those they are made of
         wanted = [*self._of_linears(shell), *_of_experts(modules)]
         if not wanted:
             raise UnsupportedModelError(
@@ -104,9 +104,9 @@ class Fp8Weights:
 
     @torch.no_grad()
     def refresh(self, names: Collection[str] | None = None) -> int:
-        """Round weights as they are now; returns the bytes that were written, none where the memory was given back.
+        """Round weights as they are now; returns the bytes that were written, 0 while the memory is given back.
 
-        names: of those that can be read now; None: all that can always be.
+        names: of passing weights that can be read now; None: all weights that do not pass.
         """
         if not self.resident:
             return 0
@@ -124,12 +124,12 @@ class Fp8Weights:
         return [name for name in self.by_name if name not in self._passing]
 
     def release(self) -> None:
-        """Let go of what was rounded. Layers, which hold themselves in circles, hold this."""
+        """Let go of all tensors. Layers refer to this object, and to themselves in cycles, so it may live on for some time."""
         self.by_name.clear()
         self._biases.clear()
 
     def plain(self, name: str) -> Tensor | None:
-        """A weight as it is multiplied by, in the dtype it was rounded from, [N, D]; None of one that is not rounded."""
+        """A rounded weight, [N, D], in the dtype it was rounded from; None if it is not rounded."""
         if name not in self.by_name:
             return None
         source, values, scales = self.by_name[name]
@@ -145,7 +145,7 @@ class Fp8Weights:
                 self._ops.quantise_rows(source.view(-1, depth), values.view(-1, depth), scales.view(-1))
 
     def give_back(self, *, drop: bool) -> None:
-        """Give the memory back, once nothing that was launched reads it. drop: keep nothing in host memory."""
+        """Give the memory back, once nothing that was launched reads it. drop: without a copy in host memory."""
         if drop:
             self._memory.release()
         else:
@@ -154,19 +154,19 @@ class Fp8Weights:
     def take_again(self) -> None:
         """Take the memory again, and fill it. Any exception leaves everything as it was.
 
-        What was dropped of those that pass through is to be handed over again.
+        Passing weights that were dropped have to be handed over again.
         """
         if not self.resident:
             try:
                 self._memory.restore()
                 self.refresh()
-            except BaseException:  # an interrupt, say: memory without its numbers must not pass for weights
+            except BaseException:  # an interrupt, say: memory that was not filled must not pass for weights
                 self.give_back(drop=not self._passing)
                 raise
 
     @torch.no_grad()
     def mismatches(self, names: Collection[str] | None = None) -> list[str]:
-        """Names of the weights that are not rounded as they are now. names: as for ``refresh``."""
+        """Names of the weights whose rounded copies are out of date. names: as for ``refresh``."""
         wrong = []
         for name in self._always if names is None else names:
             source, values, scales = self.by_name[name]

@@ -1,4 +1,4 @@
-"""The branches of a fused decoder layer: a mixer or an MLP between its linears, or a module of the original layer."""
+"""The branches of a fused decoder layer: a mixer or an MLP, between its linears; or a module of the original layer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class NormBefore:
 
     @property
     def adapted(self) -> bool:
-        """Whether adapters have a weight or a bias of their own for it."""
+        """Whether adapters bring a weight or a bias of their own for it."""
         return bool(self.module._forward_hooks)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class NormBefore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixerBranch:
-    """Attention, what stands in its place, or an activation, between the linears before and after it."""
+    """Linears, then attention or what is in its place (or just an activation), then another linear."""
 
     inputs: Linears
     mixer: Mixer
@@ -76,7 +76,7 @@ class MlpBranch:
     gate_up: Linears
     act: Activation
     gate_scale: float
-    per_layer: bool  # the gate is of the layer's own input, and the first linear makes the gate alone
+    per_layer: bool  # the first linear makes only the gate, and what it gates is the layer's own input
     down: Linears
     scale: float
     norm: NormBefore | None
@@ -112,12 +112,12 @@ class OriginalBranch:
 
     @property
     def norms_itself(self) -> bool:
-        """Whether its own norm is no matter of the layer's: what a router reads is not normed."""
+        """Whether it norms its input itself: a router reads the input without its norm."""
         return self.router is not None
 
     @property
     def runs_on_ops(self) -> bool:
-        """Whether none of it runs by its own code; without adapters, which may be over its router."""
+        """Whether all of it runs on the engine's operations, as long as no adapter is over its router."""
         return is_mixture(self.module)
 
     def __call__(
@@ -145,12 +145,14 @@ class OriginalBranch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """``layer_structure.Block`` with what runs. It is no module, so that reading it is cheap and no parameter is renamed."""
+    """``layer_structure.Block`` with what runs. Not a module, so that reading it is cheap and no parameter is renamed."""
 
     norm: NormBefore | None
     branches: tuple[MixerBranch | MlpBranch | OriginalBranch, ...]
     post_norm: Norm | None
-    norm_is_read: bool = field(init=False)  # by other than one linear, which would do the norm on its way
+    norm_is_read: bool = field(
+        init=False
+    )  # whether its result is needed: more than one linear, which could do it itself, reads it
 
     def __post_init__(self) -> None:
         readers = [branch for branch in self.branches if branch.norm is None]

@@ -1,4 +1,4 @@
-"""A decoder layer of few operations: ``h += mixer(h); h += mlp(h)``, or either alone, with norms before and after."""
+"""A decoder layer made of few operations: ``h += mixer(h); h += mlp(h)``, or one of the two, with norms before and after."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ class FusedDecoderLayer(nn.Module):
         rotary: Rotary,
         returned: Any,
     ) -> None:
-        """scale: of its output, [1]; returned: by the original, whose model may take hidden states from a tuple."""
+        """scale: of its output, [1]; returned: what the original returned, which may be a tuple."""
         super().__init__()
-        vars(self)["scale"] = scale  # not a buffer of this
+        vars(self)["scale"] = scale  # not as a buffer of this module
         self.rotary = rotary
-        vars(self).update((name, value) for name, value in vars(layer).items() if isinstance(value, str))  # its kind
+        vars(self).update(
+            (name, value) for name, value in vars(layer).items() if isinstance(value, str)
+        )  # such as its kind
         self.ops, self.index, self.blocks = ops, index, tuple(blocks)
         self.reads_per_layer = any(isinstance(b, MlpBranch) and b.per_layer for b in self.branches)
         self.besides = (None,) * (len(returned) - 1) if isinstance(returned, tuple) else None
@@ -42,12 +44,12 @@ class FusedDecoderLayer(nn.Module):
 
     @property
     def complete(self) -> bool:
-        """Whether the layer runs nothing of the original's own."""
+        """Whether the layer runs none of the original's modules."""
         return not any(isinstance(branch, OriginalBranch) for branch in self.branches)
 
     @property
     def runs_on_ops(self) -> bool:
-        """Whether no module of the original's runs by its own code; without adapters, which may be over a router."""
+        """Whether all of it runs on the engine's operations, as long as no adapter is over a router."""
         return all(branch.runs_on_ops for branch in self.branches if isinstance(branch, OriginalBranch))
 
     @property
@@ -65,7 +67,7 @@ class FusedDecoderLayer(nn.Module):
         per_layer_input: Tensor | None = None,
         **_: Any,
     ) -> Any:
-        """What the original returns, but for what attention saw. others: ``per_layer_input``, or what is no matter."""
+        """As the original, without attention weights. others: ``per_layer_input`` first, in models that have it."""
         tables = self.rotary.tables(position_embeddings, position_ids, self.rotary.kinds[self.index])
         given: Any = next(iter(others), per_layer_input)
         per_layer = given[0] if self.reads_per_layer else None
@@ -81,7 +83,7 @@ class FusedDecoderLayer(nn.Module):
         *,
         in_place: bool = False,
     ) -> Tensor:
-        """hidden_states: [1, T, D], which nobody reads afterwards if ``in_place``; tables: of ``Rotary``; per_layer: [T, P]."""
+        """hidden_states: [1, T, D], which may be overwritten if ``in_place``; tables: of ``Rotary``; per_layer: [T, P]."""
         x, given = hidden_states[0], LayerInputs(tables, context, per_layer)
         for block in self.blocks:
             read, norm = x, None
@@ -90,9 +92,9 @@ class FusedDecoderLayer(nn.Module):
                     read = block.norm(x)
                 else:
                     norm = block.norm.norm
-            # Of all branches, before one adds to it in place.
+            # For all branches first, before one of them adds to ``x`` in place.
             reads = [_read(branch, x, read, norm) for branch in block.branches]
-            added = None  # by its branches, where there is a norm of that
+            added = None  # the branches' sum, where a norm comes after it
             for branch, own in zip(block.branches, reads, strict=True):
                 inputs = *own, given
                 if branch.post_norm is not None:
@@ -113,9 +115,9 @@ class FusedDecoderLayer(nn.Module):
 def _read(
     branch: MixerBranch | MlpBranch | OriginalBranch, x: Tensor, read: Tensor, norm: Norm | None
 ) -> tuple[Tensor, Norm | None]:
-    """What a branch reads of a block's input ``x``, and a norm of it that is left to the branch.
+    """What a branch reads of a block's input ``x``, and the norm of that, if it is left to the branch's first linear.
 
-    read, norm: the same of branches without a norm of their own.
+    read, norm: the same for branches without a norm of their own.
     """
     if branch.norm is None:
         return read if branch.in_scale == 1.0 else read * branch.in_scale, norm

@@ -1,8 +1,8 @@
-"""Which fused form a decoder layer has: of those that its parts allow, the one that computes what the layer does.
+"""Finds the fused form of a decoder layer: among those that its parts allow, the one that computes what the layer does.
 
-That is found on noise in place of its weights, in fp32, where a form that is nearly right is wrong, and so is one that
-differs only by numbers that the weights do not have yet: norms of ones, say, or projections of zeros. A probe on the weights
-themselves, on their device, then compares the numbers.
+First with noise in place of the weights, in fp32. There a form that is only nearly right shows, and so does one that would differ
+only with other weights: norms may still be ones, for example, or projections zeros. Then a probe with the weights themselves,
+on their device, compares the numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from stoker.kernels.reference.norm_rotary import Norm
 
 @dataclass(frozen=True, slots=True)
 class BranchMaker:
-    """Makes the fused parts that run a shell's modules. fused: by the names of weights, the tensor in which they lie side by side."""
+    """Makes the fused parts that run a shell's modules. fused: tensors in which weights lie side by side, by the weights' names."""
 
     shell: ModelShell
     ops: Ops
@@ -47,7 +47,7 @@ class BranchMaker:
         else:
             weight, bias = (self.fused.get(tuple(f"{path}.{n}.{kind}" for n in names)) for kind in ("weight", "bias"))
             if bias is None and any(m.bias is not None for m in modules):
-                weight = None  # biases that lie apart: one matmul would leave them out
+                weight = None  # one matmul would leave out biases that do not lie side by side
         paths = tuple(f"{path}.{name}" for name in names)
         return Linears(self.ops, paths, modules, self.shell.lora.group(paths), weight, bias)
 
@@ -85,7 +85,7 @@ class BranchMaker:
         )
 
     def shared_mlp(self, path: str, block: nn.Module, branch: Branch) -> MlpBranch | MixerBranch | None:
-        """As ``mlp``, for the MLP of a mixture of experts that all tokens go through; None where it does something else."""
+        """As ``mlp``, for the MLP in a mixture of experts that all tokens go through; None where it does something else."""
         module = block.get_submodule(branch.path)
         with on_noise(module, None):
             known = _computes(module, branch, BranchMaker(self.shell, REFERENCE, {}).mlp(path, block, branch))
@@ -93,7 +93,7 @@ class BranchMaker:
 
 
 def _computes(module: nn.Module, branch: Branch, part: MlpBranch | MixerBranch) -> bool:
-    """Whether an MLP on noise computes what a branch does, on numbers so large that a bound between its linears would show."""
+    """Whether an MLP with noise for weights computes what a branch does. Inputs are so large that a bound inside would show."""
     generator, width = torch.Generator().manual_seed(0), matrix_of(part.linears[0].linears[0]).shape[1]
     x = FAR * torch.randn(POSITIONS.numel(), width, generator=generator, device="cpu", dtype=torch.float32)
     try:
@@ -107,10 +107,13 @@ class FusedForms:
     """The fused forms of the layers of one shell, by layer."""
 
     def __init__(self, shell: ModelShell, rotary: Rotary, layers: Sequence[tuple[str, Any, Structure]]) -> None:
-        """layers: with their paths. Blocks with experts have to run by their own code still."""
+        """layers: with their paths. Mixtures of experts must not be taken over yet."""
         self._shell, self._rotary, self._layers = shell, rotary, layers
-        self._numbers: list[int | None] = []  # of each layer, which of its forms it is, if any
-        shared, known = dict[str, Any](), dict[str, int | None]()  # shared: keys and values that layers take of others
+        self._numbers: list[int | None] = []  # for each layer, the number of the form that fits; None: no form does
+        shared, known = (
+            dict[str, Any](),
+            dict[str, int | None](),
+        )  # shared: keys and values that layers take from others
         with clipping_within_reach(shell.module):
             for path, layer, structure in layers:
                 kind = path if shell.same_keys else self._kind_of(layer, structure)
@@ -124,7 +127,7 @@ class FusedForms:
                 self._numbers.append(known[kind])
 
     def found(self, maker: BranchMaker) -> Iterator[FusedDecoderLayer | None]:
-        """Each layer's fused form with its weights; None where none gives the same output on a few random tokens."""
+        """Each layer's fused form with its weights; None where no form gives the same output on a few random tokens."""
         shared = dict[str, Any]()
         with clipping_within_reach(self._shell.module):
             for (path, layer, structure), number in zip(self._layers, self._numbers, strict=True):
@@ -136,7 +139,7 @@ class FusedForms:
                 yield form if form is not None and trial.agrees(form) else None
 
     def _kind_of(self, layer: Any, structure: Structure) -> str:
-        """All that may tell layers apart, but for the numbers in their tensors."""
+        """Text that is equal for layers which differ in nothing but the numbers in their tensors."""
         values, layers = vars(self._shell.config).values(), self._shell.num_layers
         lists = [value for value in values if isinstance(value, list) and len(value) == layers]
         numbers = [
@@ -157,7 +160,7 @@ def _index_of(layer: nn.Module) -> int | None:
 
 
 class _Trial:
-    """A layer's own forward on a few random tokens, with the tensors that it has now."""
+    """A layer's own forward on a few random tokens, to compare forms with. It uses the tensors that the layer has now."""
 
     def __init__(
         self,
@@ -196,7 +199,7 @@ class _Trial:
         try:
             with shell.recurrent.within(self._recorder):
                 self._returned = layer(self._x, attention_mask=None, **arguments)
-        except Exception:  # of any kind: it wants more than these
+        except Exception:  # of any kind: it needs other arguments
             return
         expected = self._returned[0] if isinstance(self._returned, tuple) else self._returned
         self._expected = expected.float()
@@ -213,14 +216,14 @@ class _Trial:
         errors = (self._expected - actual.float()).abs().amax(-1).flatten()
         if form.complete:
             return bool(errors.max() <= self._tolerance)
-        # One rounding may give a token other experts: of layers with an MLP of their own, most tokens have to agree, and most
-        # of those whose queries have a factor, which may be the last few.
+        # One rounding may give a token other experts. So where the layer runs a module of its own, only most tokens have to
+        # agree; and most of those whose queries have a factor, which may be just the last few.
         factor = torch.ones_like(errors) if self._tables is None or len(self._tables) < 3 else self._tables[2].flatten()
         parts = errors, errors[factor != 1]
         return all(bool(part.median() <= self._tolerance) for part in parts if part.numel())
 
     def agrees_far(self, form: FusedDecoderLayer) -> bool:
-        """Whether MLPs agree on numbers beyond any bound."""
+        """Whether MLPs agree on numbers so large that any bound would show."""
         return all(
             _computes(self._layer.get_submodule(branch.path), branch, part)
             for branch, part in zip(self._structure.branches, form.branches, strict=True)
@@ -228,7 +231,7 @@ class _Trial:
         )
 
     def forms(self) -> Iterator[FusedDecoderLayer]:
-        """The forms that the layer may have, in an order that its tensors do not change."""
+        """The forms that the layer may have. Their order does not depend on its tensors."""
         if self._returned is None:
             return
         structure = self._structure
@@ -282,6 +285,6 @@ class _Trial:
 
 
 def _per_layer_width(layer: Any, structure: Structure) -> int:
-    """The width of what the layer is given besides hidden states; 0 where it is given nothing."""
+    """The width of the input that the layer gets besides hidden states; 0 where there is none."""
     outs = [branch.out for branch in structure.branches if branch.gates_per_layer]
     return int(layer.get_submodule(outs[0]).in_features) if outs else 0

@@ -1,6 +1,6 @@
-"""Decoder layers of few operations in place of a shell's own, for the structures that most decoders share.
+"""Replaces a shell's decoder layers by fused ones, made of few operations, for the structures that most decoders share.
 
-A layer is replaced only where its fused form gives the same numbers on a probe; any other layer stays what it is.
+A layer is replaced only where its fused form gives the same numbers on a probe; any other layer stays as it is.
 """
 
 from __future__ import annotations
@@ -51,28 +51,28 @@ def layer_weights(shell: ModelShell) -> list[list[str]]:
 
 
 def _names_of(path: str, module: nn.Module, linears: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """For several linears below ``path``: the group of their weights' names and, if they have any, that of their biases'."""
+    """For several linears below ``path``: the group of their weights' names, and that of their biases' if they have any."""
     kinds = [kind for kind in ("weight", "bias") if getattr(module.get_submodule(linears[0]), kind) is not None]
     return [tuple(f"{path}.{name}.{kind}" for name in linears) for kind in kinds if len(linears) > 1]
 
 
 def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Tensor]) -> tuple[int, bool]:
-    """Replace the layers that agree with their fused form. Returns how many were, and whether that is all of the model.
+    """Replace the layers that agree with their fused form. Returns how many, and whether all of the model is fused.
 
-    Where all layers were replaced, and embedding, layers, norm and head in a row are all there is to the model, its own
-    forward is passed over. That is all of it unless a layer keeps an MLP that runs its own code.
+    Where all layers are replaced, and the model is just embedding, layers, norm and head, its own forward is no longer used. It
+    is then all fused, unless a layer keeps a module that runs its own code.
     """
     with torch.inference_mode(), torch.autocast(shell.device.type, enabled=False), in_full_precision():
         candidates, rotary, forms = list(_candidates(shell)), None, None
         maker = BranchMaker(shell, ops, fused)
-        with suppress(Exception):  # of any kind: positions alone do not give them
+        with suppress(Exception):  # of any kind: they depend on more than positions
             rotary = Rotary(shell)
         if rotary is not None:
             forms = FusedForms(shell, rotary, [(path, layer, structure) for path, _, _, layer, structure in candidates])
         take_over_mixtures(shell.module, ops, shell.lora, maker.shared_mlp)
         found = [] if forms is None else list(zip(candidates, forms.found(maker), strict=True))
         done = {replacement.index for _, replacement in found if replacement is not None}
-        # A layer that stays as it is takes keys of one that does, too: a fused layer hands out none.
+        # If a layer stays as it is and takes another layer's keys, that one has to stay too: a fused layer hands out none.
         done -= {of for index, of in shell.same_keys.items() if index not in done}
         for (path, siblings, at, _, structure), replacement in found:
             if replacement is not None and replacement.index in done:
@@ -96,7 +96,7 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
 
 
 def release_layers(shell: ModelShell) -> None:
-    """Let go of what weights lie side by side in: layers hold themselves in circles, and wait for the garbage collector."""
+    """Let go of weights that lie side by side: layers are in reference cycles, and would keep them until garbage is collected."""
     for layer in shell.module.modules():
         for branch in layer.branches if isinstance(layer, FusedDecoderLayer) else ():
             for group in branch.linears:

@@ -1,4 +1,4 @@
-"""The mixers of fused layers: attention, or what stands in its place, between the projections before and after it."""
+"""The mixers of fused layers: attention, or what is in its place, between the projections before and after it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stoker.engine.layers.probe import clipping_of
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Norm, QKNorm
 
-# Of queries, keys and values, as far as there are any.
+# Names of the norms of queries, keys and values, as far as a model has them.
 _HEAD_NORMS = (
     ("q_norm", "k_norm", "v_norm"),
     ("q_layernorm", "k_layernorm"),
@@ -36,34 +36,33 @@ _OF_MAMBA2 = (
     "conv_dim",
     "time_step_limit",
 )
-# From the projection of a layer's input, [T, N], ``Rotary.tables`` and the step's context to what is projected: [T, M].
+# Takes the projection of a layer's input, [T, N], ``Rotary.tables`` and the step's context; returns [T, M], still to be projected.
 Mixer = Callable[[Tensor, Any, Any], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Norms of queries and keys, rotary embedding, attention, and a gate of each head of it, or of each number."""
+    """Norms of queries and keys, rotary embedding, attention, and a gate on each head, or on each number."""
 
     ops: Ops
     layer: int
     head_dim: int
     heads: int
-    kv_heads: int  # none: keys and values are those of another layer
-    gated: bool  # the projection has a gate behind each query head
-    gate_width: int  # of a gate behind all of them
+    kv_heads: int  # 0: keys and values are those of another layer
+    gated: bool  # whether the projection has a gate behind each query head
+    gate_width: int  # of a gate behind all heads; 0: there is none
     head_norm: QKNorm | None  # of each query and key head
     whole_norms: tuple[Norm, Norm] | None  # of all query heads together, and of all key heads
-    options: Mapping[str, Any]  # what the original asks of attention besides query, key and value
-    clipping: Any = None  # a configuration with the bound ``clip_qkv`` of all numbers of queries, keys and values
+    options: Mapping[str, Any]  # other arguments that the original gives to attention
+    clipping: Any = None  # the configuration whose ``clip_qkv`` bounds queries, keys and values
     grouped: bool = False  # as for ``Ops.qk_norm_rotary_write``
     rotary: bool = True
     interleaved: bool = False
-    tempered: bool = False  # queries have a factor of their position
+    tempered: bool = False  # queries are multiplied by a factor that depends on their position
     gate_act: Callable[[Tensor], Tensor] = torch.sigmoid
 
     def __call__(self, qkv: Tensor, tables: tuple[Tensor, ...] | None, context: Any) -> Tensor:
-        """qkv: [T, (heads + 2 * kv_heads) * head_dim], wider where there is a gate, and narrower where the keys' projection is
-        the values' too.
+        """qkv: [T, (heads + 2 * kv_heads) * head_dim]; wider with a gate, narrower where keys and values have one projection.
 
         Returns [T, heads * value dim].
         """
@@ -102,12 +101,11 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """Attention whose queries, keys and values are projected through fewer numbers (DeepSeek-AI, 2024)."""
+    """Attention whose queries, keys and values are projected from short latent vectors (DeepSeek-AI, 2024)."""
 
     layer: int
-    widths: tuple[
-        int, ...
-    ]  # of queries or what they are projected from, of what keys and values are, of keys' rotation
+    # Of queries or their latent vector, of keys' and values' latent vector, of the part of keys that is rotated.
+    widths: tuple[int, ...]
     head_dim: int
     query: Linears | None
     query_norm: Norm | None
@@ -140,7 +138,7 @@ class DeltaNet:
     module: Any  # the original, for its parameters
     norm: Norm
     beta_scale: float
-    by_key_head: bool  # the projections are in this order for each key head, and not for all of them
+    by_key_head: bool  # whether the projections come in their order for each key head, or once for all
 
     def __call__(self, projected: Tensor, tables: Any, context: Any) -> Tensor:
         """projected: [T, N], in order query, key, value, gate, beta, decay; returns [T, heads * value dim]."""
@@ -227,11 +225,11 @@ def mixers_of(
     tables: Sequence[Tensor],
     takes_keys: bool,
 ) -> Iterator[Mixer]:
-    """The mixers that a layer's attention, or what stands in its place, may be. A probe tells which it is.
+    """The mixers that a layer's attention, or what is in its place, may be. A probe tells which of them it is.
 
-    inputs: the linears that read its input; inner: those between; out: the one that makes its output; asked: what the layer
-    asked of attention when it ran, each time; tables: of ``Rotary``, if any; takes_keys: whether it attends to those of
-    another layer.
+    inputs: the linears that read its input; inner: those between; out: the one that makes its output; asked: the arguments of
+    each call of attention when the layer ran; tables: of ``Rotary``, if any; takes_keys: whether it attends to another layer's
+    keys.
     """
     widths, out_width = [matrix_of(linear).shape[0] for linear in inputs], matrix_of(out).shape[1]
     if hasattr(module, "conv"):
@@ -288,7 +286,7 @@ def _norm_of_output(module: Any) -> Any:
 
 
 def _has_computed_sinks(module: Any, options: Mapping[str, Any]) -> bool:
-    """Whether attention's sinks are made from what may change."""
+    """Whether attention's sinks are computed, and no parameter of the module."""
     return options["sinks"] is not None and not any(options["sinks"] is p for p in module.parameters())
 
 
@@ -338,8 +336,10 @@ def _attention(
 
 
 def _head_norms(module: Any, dim: int, like: Tensor) -> tuple[QKNorm | None, tuple[Norm, Norm] | None] | None:
-    """The norms of each query and key head, and those of all query heads and of all key heads together; None where there
-    are others. like: a weight of the module."""
+    """(norm of each query and key head, norms of all query heads and of all key heads together), each or both None.
+
+    None where the module has other norms. like: a weight of the module.
+    """
     names = next((n for n in _HEAD_NORMS if isinstance(getattr(module, n[0], None), nn.Module)), ())
     found = [norm_of(getattr(module, name), dim, like) for name in names if hasattr(module, name)]
     norms = [norm for norm in found if norm is not None]

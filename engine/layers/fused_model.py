@@ -1,4 +1,4 @@
-"""A decoder whose layers are all fused, run without the forward of its own class."""
+"""Runs a decoder whose layers are all fused, in place of the forward of its class."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Norm
 
 _KEPT_BYTES = 64 * 2**20  # of a kind's rotary embeddings: 131,072 positions of a head of 128 in bf16
-_POSITIONS = 16384  # of which they are computed at a time
+_POSITIONS = 16384  # rotary embeddings are computed for so many at a time
 _LARGE = 1e3
 _LAYERS = ("layers", "h")
 _LAST_NORM = ("norm", "embedding_norm", "final_layernorm", "norm_f", "final_layer_norm", "ln_f")
@@ -39,7 +39,7 @@ def _last_norm(shell: ModelShell) -> tuple[Any, Norm | None]:
 
 
 class PerLayerInputs:
-    """What each layer gets besides hidden states: embeddings of the tokens, and what is projected from their others (Gemma 4)."""
+    """Inputs of each layer besides hidden states: other embeddings of the tokens, plus a projection of the usual ones (Gemma 4)."""
 
     def __init__(self, shell: ModelShell, ops: Ops) -> None:
         body = shell.text
@@ -51,12 +51,12 @@ class PerLayerInputs:
         self.shape = -1, linear.out_features // width, width
         norm = norm_of(body.per_layer_projection_norm)
         assert norm is not None
-        # A norm of what is scaled is one with another epsilon.
+        # A norm of scaled numbers is a norm of the numbers with another epsilon.
         self.norm = norm._replace(eps=norm.eps / body.per_layer_model_projection_scale**2)
         self.scale = linear.weight.new_tensor([body.per_layer_input_scale], dtype=torch.float32)
 
     def __call__(self, token_ids: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-        """token_ids: int64 [T]; x: their embeddings, images' in place, [T, D]. Returns for each layer [T, P]."""
+        """token_ids: int64 [T]; x: their embeddings, with those of images in place, [T, D]. Returns [T, P] for each layer."""
         of_tokens, projected = (t.view(self.shape) for t in (self.embed(token_ids), self.project(x)))
         return self.ops.rms_norm(projected, *self.norm, residual=of_tokens, scale=self.scale).unbind(1)
 
@@ -64,8 +64,8 @@ class PerLayerInputs:
 class FusedModel:
     """Embedding, fused layers, norm, head: the forward of most decoders.
 
-    The rotary embeddings depend on their frequencies alone, so up to ``_KEPT_BYTES`` they are looked up: computing them is
-    a dozen kernels of every step.
+    Rotary embeddings depend on positions and frequencies only, so up to ``_KEPT_BYTES`` they are kept in tables: computing them
+    would be a dozen kernels in every step.
     """
 
     def __init__(self, shell: ModelShell, ops: Ops, rotary: Rotary) -> None:
@@ -82,8 +82,8 @@ class FusedModel:
         self.kinds = rotary.tabled
         has_inputs = hasattr(body, "per_layer_model_projection")
         self.per_layer = PerLayerInputs(shell, ops) if has_inputs else None
-        self.ids: Tensor | None = None  # which token each one is taken for, where that is not itself
-        self.norms_first = False  # embeddings, as the last norm does (NanoChat)
+        self.ids: Tensor | None = None  # by token, the one whose embedding is used; None: its own
+        self.norms_first = False  # whether embeddings get the last norm, too (NanoChat)
         self.kept: dict[str | None, tuple[Tensor, ...]] | None = None
         if all(self._bytes(kind) <= _KEPT_BYTES for kind in self.kinds):
             self.kept, self.of = self._tables(), self._frequencies()
@@ -92,7 +92,7 @@ class FusedModel:
 
     @staticmethod
     def fits(shell: ModelShell) -> bool:
-        """Whether a model has the parts. That it has no more, ``agrees`` tells."""
+        """Whether a model has the parts that are run here. ``agrees`` tells whether it does nothing else."""
         return (
             _layers(shell) is not None
             and _last_norm(shell)[1] is not None
@@ -101,7 +101,7 @@ class FusedModel:
         )
 
     def _head_is_last(self) -> bool:
-        """Whether the model returns what its head does. Large numbers, for a softcap leaves small ones what they are."""
+        """Whether the model returns just what its head gives. Tried with large numbers, as a softcap changes only those."""
         weight = self.head.weight
         generator = torch.Generator().manual_seed(0)
         x = _LARGE * torch.randn(4, weight.shape[1], generator=generator, device="cpu").to(weight)
@@ -128,13 +128,13 @@ class FusedModel:
         }
 
     def _frequencies(self) -> Tensor:
-        """A copy of all there are: to be compared in one wait for the device."""
+        """All frequencies in one tensor, so that comparing them waits for the device only once."""
         module = self.rotary.module
         parts = [] if module is None else [buffer.flatten() for buffer in module.buffers()]
         return torch.cat(parts) if parts else torch.empty(0, device="cpu")
 
     def refresh(self) -> None:
-        """Make the kept tables again where the frequencies they are of have changed. They stay where they lie."""
+        """Compute the kept tables anew, in place, if frequencies have changed."""
         if self.kept is None or torch.equal(self.of, frequencies := self._frequencies()):
             return
         with torch.inference_mode(), torch.autocast(self.embed.weight.device.type, enabled=False):
@@ -144,7 +144,7 @@ class FusedModel:
         self.of = frequencies
 
     def hidden(self, token_ids: Tensor, positions: Tensor, context: Any) -> Tensor:
-        """Hidden states before the last norm, which only rows that are projected need."""
+        """Hidden states before the last norm, which is left to those rows that need logits."""
         if self.ids is not None:
             token_ids = self.ids.index_select(0, token_ids)
         x = self.embed(token_ids)[None]
@@ -182,7 +182,7 @@ class FusedModel:
         return self.ops.linear(hidden, self.head.weight, self.head.bias, norm=self.norm)
 
     def agrees(self) -> bool:
-        """Whether the logits are those of the model's own forward, which may take placeholders of images for padding."""
+        """Whether the logits are those of the model's own forward, which may treat placeholders of images as padding."""
         shell, positions = self.shell, self.rotary.probed(self.shell.device)
         config = shell.module.config
         found = (getattr(config, name, None) for name in _PLACEHOLDERS)

@@ -1,8 +1,8 @@
-"""Mixtures of experts in few operations: the router is one, and what is added to the experts' sum is part of theirs.
+"""Mixtures of experts in few operations: one for the router, and the experts', which also adds what else is to be added.
 
-A block is taken over where its parts are known ones: experts that run on the engine's operation, the weight of a router
-with what biases it has, and maybe an MLP that every token goes through, with a gate. How its router chooses is found out,
-and the whole is compared with the block's own forward. Any other block runs as it is.
+A block is taken over where it has known parts only: experts that run on the engine's operation, a router's weight and biases,
+and maybe an MLP that all tokens go through, with a gate. How the router chooses is found by trying, and the whole is compared
+with the block's own forward. Any other block runs as it is.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class FusedMoe:
 
     @property
     def applies(self) -> bool:
-        """Whether no adapter of this step is over the router, or any of the modules as a whole."""
+        """Whether it can run in this step: no adapter is over the router, or replaces one of the modules."""
         return self.lora.rows is None or not _hooked(self.modules)
 
     def __call__(self, x: Tensor, given: Tensor | None = None, **add: Any) -> tuple[Tensor, Tensor]:
-        """x: [T, D]; given: what the experts get, where that is not ``x``; add: ``residual`` and what belongs to it, as of
-        ``Ops.experts``. Returns [T, D], and weights: [T, K]."""
+        """x: [T, D]; given: the experts' input, where it is not ``x``; add: ``residual`` and what belongs to it, as for
+        ``Ops.experts``. Returns [T, D] and the weights, [T, K]."""
         adapted, shared, shared_gate = self.lora.rows is not None, None, None
         if (module := self.shared_module) is not None:
             shared = module(x) if adapted and _hooked(module.modules()) else self.shared(x)
@@ -96,19 +96,18 @@ def is_mixture(module: Any) -> bool:
 
 
 def mixture_of(module: Any) -> FusedMoe | None:
-    """The ``FusedMoe`` that a block runs as; None where it was not taken over, or adapters of the present step forbid it."""
+    """The ``FusedMoe`` of a block; None where it was not taken over, or cannot run with the adapters of this step."""
     mixture: FusedMoe | None = getattr(module, _STATE, None)
     return mixture if mixture is not None and mixture.applies else None
 
 
-def take_over_mixtures(model: nn.Module, ops: Ops, lora: LoraLayers, shared: Callable[[str, Any, Branch], Any]) -> int:
-    """Replace the forward of each block that a ``FusedMoe`` agrees with; returns how many. A pair has no forward to
-    replace: the fused layer asks ``mixture_of`` its experts.
+def take_over_mixtures(model: nn.Module, ops: Ops, lora: LoraLayers, shared: Callable[[str, Any, Branch], Any]) -> None:
+    """Replace the forward of each block that a ``FusedMoe`` agrees with.
 
-    shared: makes what to run for the MLP of all tokens, of the block's path, the block and the branch in it; None where the branch
-    is not all of it.
+    A router and experts that are no block of their own have no forward to replace: the fused layer finds the ``FusedMoe`` on
+    the experts, by ``mixture_of``. shared: given a block's path, the block, and the branch in it that is the MLP of all tokens,
+    makes what to run for that; None where the MLP does something else, too.
     """
-    count = 0
     likely: RouterRule | None = None
     strange: set[type] = set()
     for path, block, parts in blocks_of(model):
@@ -130,13 +129,13 @@ def take_over_mixtures(model: nn.Module, ops: Ops, lora: LoraLayers, shared: Cal
             else:
                 setattr(block, _STATE, mixture)
                 block.forward = mixture.forward
-            count += 1
-    return count
 
 
 def _agrees(mixture: FusedMoe) -> bool:
-    """Whether it gives the block's numbers on a few random tokens. Notes in what form the block returns them, and whether
-    the router's numbers, which no layer reads, come with them."""
+    """Whether it gives the block's numbers on a few random tokens.
+
+    Notes in which shape the block returns them, and whether the router's weights come with them.
+    """
     generator, like = torch.Generator().manual_seed(0), mixture.weight
     x = torch.randn(POSITIONS.numel(), like.shape[1], generator=generator, device="cpu").to(like)
     x = x.to(mixture.experts.down_proj.dtype)

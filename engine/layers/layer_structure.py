@@ -1,7 +1,7 @@
-"""What a decoder layer consists of: where its norms stand, which of its linears read the same input, its activation.
+"""The parts of a decoder layer: where its norms are, which of its linears read the same input, its activation.
 
-Modules are found by their names, and what they compute by trying it on a few numbers. Whether that is all there is to a
-layer is for a probe of the whole to say.
+Modules are found by name, and what they compute by trying a few numbers. Whether the layer does nothing else is left to a probe
+of the whole layer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NORM_NAMES: tuple[tuple[str | None, ...], ...] = (
     ("ln_1", None, "ln_2", None),  # GPT-2
     ("input_layernorm", None, None, None),  # attention and MLP side by side: Cohere, Phi
 )
-# Gemma 4's experts beside the MLP: a router that reads what the block does, before any norm, and norms of their own.
+# Gemma 4's experts beside the MLP: their router reads the block's input without norm, and they have norms of their own.
 _EXPERTS = {
     "router",
     "experts",
@@ -48,7 +48,7 @@ _EXPERTS = {
     "post_feedforward_layernorm_1",
     "post_feedforward_layernorm_2",
 }
-# What Gemma 4 adds last, of each layer's own input, and what the whole is multiplied by.
+# The branch that Gemma 4 has last, for each layer's own input, and the factor of the whole output.
 _PER_LAYER = {"act_fn", "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"}
 _SCALE = "layer_scalar"
 # What mixes tokens: the linears that read its input, and the one that makes its output.
@@ -74,12 +74,12 @@ _MIXERS: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
     "conv": ((("in_proj",), "out_proj"),),  # LFM2's short convolution
     "mamba": ((("in_proj",), "out_proj"),),  # Mamba-2
 }
-# Latent attention: what reads its input, what makes queries, keys and values of that, and the output.
+# Latent attention: the linears that read its input, those that make queries, keys and values from these, the output.
 _LATENT = (
     (("q_a_proj", "kv_a_proj_with_mqa"), ("q_b_proj", "kv_b_proj"), "o_proj"),
     (("q_proj", "kv_a_proj_with_mqa"), ("kv_b_proj",), "o_proj"),
 )
-# Alike of MLPs: gate and up, then down; and those without a gate.
+# The same for MLPs: gate and up, then down; and for those without a gate.
 _MLPS = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp")
 _GATED = (
     (("gate_proj", "up_proj"), "down_proj"),
@@ -93,41 +93,43 @@ _UNGATED = (
     (("c_fc",), "c_proj"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
 )
-# What may stand between the linears of those.
+# What may be between the linears of the latter.
 _PLAIN_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "relu2": lambda x: F.relu(x).square_()}
 _PLAIN_ACTIVATIONS.update((str(name), act) for name, act in ACTIVATIONS.items())
 _Name = TypeVar("_Name", bound=str)
-_USUAL_EPS = 1e-5  # of a norm that does not say it
+_USUAL_EPS = 1e-5  # of a norm that has no attribute for it
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A module of a layer, by its path, and paths of what it consists of."""
+    """A module of a layer, and its parts, all by path."""
 
     path: str  # empty: the layer itself
-    inputs: tuple[str, ...] = ()  # linears that read its input; none: it stays as it is, a mixture of experts say
+    inputs: tuple[
+        str, ...
+    ] = ()  # linears that read its input; none: the module stays as it is (a mixture of experts, say)
     inner: tuple[str, ...] = ()  # linears between these and the output, each of its own input
     out: str = ""  # the linear that makes its output
     act: Activation | None = None  # of an MLP with a gate
-    plain_act: Callable[[Tensor], Tensor] | None = None  # of one without; it may be the layer's own module
+    plain_act: Callable[[Tensor], Tensor] | None = None  # of an MLP without; it may be the layer's own module
     scale: float = 1.0  # of what it adds
-    own_scale: float = 1.0  # the part of that which is its module's doing
+    own_scale: float = 1.0  # the part of ``scale`` that its module applies itself
     in_scale: float = 1.0  # of its input, after the norm
     gate_scale: float = 1.0  # of an MLP's gate, before the activation
-    gates_per_layer: bool = False  # what the gate is of is not projected, but the layer's own input
-    router: str | None = None  # of experts, which reads what the block does, before any norm
+    gates_per_layer: bool = False  # the gate is applied to the layer's own input, and not to a projection
+    router: str | None = None  # of experts; it reads the block's input without norm
     norm: str | None = None  # of its own, in place of the block's
     post_norm: str | None = None  # of its own, before what other branches add
 
     @property
     def is_mlp(self) -> bool:
-        """Whether linears and an activation are all there is to its module."""
+        """Whether its module is just linears and an activation."""
         return (self.act is not None or self.plain_act is not None) and not self.gates_per_layer
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """``h += post_norm(branches(norm(h)))``, either norm optional, and a branch may have a norm of its own in place of that."""
+    """``h += post_norm(branches(norm(h)))``. Both norms are optional, and a branch may have a norm of its own instead."""
 
     norm: str | None
     branches: tuple[Branch, ...]  # whose results are added
@@ -136,7 +138,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Names of modules in a layer. It holds on the meta device too."""
+    """Names of modules in a layer. Can be found on the meta device too."""
 
     blocks: tuple[Block, ...]
     scale: str | None = None  # a tensor of one number, which the layer's output is multiplied by
@@ -148,7 +150,7 @@ class Structure:
 
     @property
     def kept(self) -> list[str]:
-        """Modules that stay as they are, and norms, which do where adapters have some of their own."""
+        """Modules that go on being called: those that stay as they are, and norms, for which adapters may bring their own."""
         modules = [name for b in self.branches if not b.inputs for name in (b.path, b.router)]
         parts: list[Block | Branch] = [*self.blocks, *self.branches]
         return [name for name in (*modules, *(part.norm for part in parts)) if name is not None]
@@ -164,10 +166,10 @@ class Structure:
 
 
 def structure_of(layer: nn.Module) -> Structure | None:
-    """The structure of a decoder layer, or None where it is not ``h += mixer(h); h += mlp(h)`` with known norms, or one of both,
-    or ``h += mixer(h) + mlp(h)``.
+    """The structure of a decoder layer; None where it is not a known one.
 
-    The mixer is attention, what stands in its place, or both of them side by side; the MLP may be two, too.
+    Known are ``h += mixer(h); h += mlp(h)``, one of the two alone, and ``h += mixer(h) + mlp(h)``, with known norms. The mixer is
+    attention, what is in its place, or both side by side; there may be two MLPs, too.
     """
     if not {*layer._parameters, *layer._buffers} <= {_SCALE}:
         return None
@@ -255,8 +257,10 @@ def _multiplier(module: Any, name: str) -> float:
 def _through_linears(
     module: nn.Module, branch: Branch, choices: tuple[tuple[tuple[str, ...], str], ...]
 ) -> Branch | None:
-    """The branch with the first of the choices that a module has as plain linears, of which those that are read together
-    all have biases, or none has."""
+    """The branch with the first of the choices whose names a module has as plain linears.
+
+    Those that read the same input have to have biases all, or none of them.
+    """
     for inputs, out in choices:
         if all(_is_linear(module, name) for name in (*inputs, out)):
             if len({getattr(module, name).bias is None for name in inputs}) > 1:
@@ -269,7 +273,7 @@ def _through_linears(
 def norm_of(module: nn.Module, width: int = 0, like: Tensor | None = None) -> Norm | None:
     """The RMS norm or LayerNorm that a module is, in either convention of its weight; None for any other.
 
-    width: of what it norms, and like: a tensor of that dtype, for one that may have no weight.
+    width: of its input, and like: a tensor of its dtype; for norms without weight.
     """
     weight: Any = getattr(module, "weight", None)
     bias = module._parameters.get("bias")
@@ -282,8 +286,10 @@ def norm_of(module: nn.Module, width: int = 0, like: Tensor | None = None) -> No
         weight = like.new_ones(width)
     if weight.ndim != 1:
         return None
-    x = torch.linspace(-2, 3, weight.numel(), device="cpu").to(weight)  # its mean is not 0: a LayerNorm is another
-    x = torch.stack((x, x * eps**0.5))  # and of small numbers another epsilon is
+    x = torch.linspace(-2, 3, weight.numel(), device="cpu").to(
+        weight
+    )  # its mean is not 0, or a LayerNorm would look like an RMS norm
+    x = torch.stack((x, x * eps**0.5))  # small numbers show the epsilon
     expected = module(x).float()
     kinds = ((False, True), (True,) if bias is not None else (False, True))
     norms = [Norm(weight, float(eps), offset, centred, bias) for offset, centred in itertools.product(*kinds)]

@@ -1,4 +1,4 @@
-"""Projections of a fused layer, with what their adapters do to them."""
+"""The projections of fused layers, with their adapters."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Linears:
             options = {"norm": norm, "gated": gated, "residual": residual, "scale": scale, "in_place": in_place}
             return self.ops.linear(x, self.weight, self.bias, row_scales=self.row_scales, **options)
         x = x if norm is None else self.ops.rms_norm(x, *norm)
-        # Adapters that only add may add to the residual as well.
+        # Where adapters only add, they may add to the residual directly.
         onto = residual if in_place and scale == 1.0 and gated is None and self.lora.layers.only_add else None
         if self.weight is not None:
             assert rows is not None
@@ -71,6 +71,6 @@ class Linears:
                 out = self.ops.act_mul(out, gated)
         if residual is None or onto is not None:
             return out
-        if scale != 1.0:  # and rounded, as by the operation: a row's bits are to be those without adapters
+        if scale != 1.0:  # rounds as the operation does, so that a row without adapters has the same bits
             out = out * scale
         return torch.add(residual, out, out=residual if in_place else None)

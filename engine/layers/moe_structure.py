@@ -1,4 +1,4 @@
-"""What a mixture of experts consists of: a block, or a router and experts that stand in a layer beside other modules (Gemma 4)."""
+"""The parts of a mixture of experts: of a block, or of a router and experts that a layer has beside other modules (Gemma 4)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MoeParts:
 
 
 def parts_of(block: nn.Module) -> MoeParts | None:
-    """The parts of a block; None where it is no mixture, or has others too. Works on the meta device too."""
+    """The parts of a block; None where it is no mixture, or has other parts too. Works on the meta device too."""
     found = [name for name, module in block.named_children() if are_experts(module)]
     if len(found) != 1:
         return None
@@ -59,7 +59,7 @@ def tensors_of(block: nn.Module) -> dict[str, Tensor]:
 
 
 class RouterAndExperts(nn.Module):
-    """A router and experts of a layer as a block of their own."""
+    """A layer's router and experts, as one block."""
 
     def __init__(self, router: nn.Module, experts: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a probe of a model's parts has in common: positions, tolerances, and an attention that shows faults."""
+"""What all probes of a model's parts need: positions, tolerances, noise for weights, and a stand-in for a step's context."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from stoker.kernels.reference.norm_rotary import latent_heads, qk_norm_rotary
 from stoker.kernels.reference.recurrent import StateRows, causal_conv, gated_delta_rule, selective_scan
 
-# Relative to the most that a part adds to its input: one rounding of the dtype, a few times over.
+# Relative to the most that a part adds to its input: a few roundings of the dtype.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 POSITIONS = torch.tensor([0, 1, 2, 5, 11, 30, 31], device="cpu")
-FAR = 1e4  # beyond any bound that a module keeps its numbers within
+FAR = 1e4  # beyond any bound that a module may put on its numbers
 _LOW_BOUND = 0.3
-_DRAWN = 1_000_003  # numbers of noise; a prime, so that rows of more of them differ
+_DRAWN = 1_000_003  # random numbers that are drawn; a prime, so that rows differ where they are repeated
 
 
 def has_tensors(activation: Any) -> bool:
-    """Whether an activation has numbers of its own, as xIELU's: trained, they make it another one."""
+    """Whether an activation has parameters, as xIELU: training would turn it into another one."""
     return isinstance(activation, nn.Module) and any(
         True for _ in itertools.chain(activation.parameters(), activation.buffers())
     )
@@ -36,7 +36,7 @@ def clipping_of(module: nn.Module) -> Any:
 
 @contextmanager
 def clipping_within_reach(model: nn.Module) -> Iterator[None]:
-    """Context manager: a model clips at a bound that many numbers are beyond. With its own, none may be, and no fault would show."""
+    """Context manager: a model clips at so low a bound that it matters. At its own none may be clipped, and no fault would show."""
     bounds = {id(c): (c, c.clip_qkv) for c in map(clipping_of, model.modules()) if c is not None}
     try:
         for config, _ in bounds.values():
@@ -49,7 +49,7 @@ def clipping_within_reach(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_full_precision() -> Iterator[None]:
-    """Context manager: products of fp32 are in fp32. A trainer may allow TF32, whose rounding would look like a fault."""
+    """Context manager: fp32 is multiplied in fp32. A trainer may allow TF32, whose rounding would look like a fault."""
     matmul: Any = torch.backends.cuda.matmul
     before, older = matmul.fp32_precision, None
     with suppress(RuntimeError):  # torch's older setting cannot be read where the newer one says otherwise
@@ -66,9 +66,9 @@ def in_full_precision() -> Iterator[None]:
 
 @contextmanager
 def on_noise(module: nn.Module, beside: nn.Module | None) -> Iterator[None]:
-    """Context manager: a module and all below it have noise for weights, ``beside`` has its own; all in fp32, on the CPU.
+    """Context manager: a module and all below it have noise for weights; ``beside`` keeps its own. All in fp32, on the CPU.
 
-    Noise is as large as weights are, and shows what a module computes whatever these are now.
+    The noise is about as large as weights are, and shows what a module computes whatever its weights are now.
     """
     parts: list[tuple[Any, bool]] = [(part, True) for part in module.modules()]
     parts += [(part, False) for part in (() if beside is None else beside.modules())]
@@ -96,7 +96,7 @@ def on_noise(module: nn.Module, beside: nn.Module | None) -> Iterator[None]:
 
 
 def _noise(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Noise in fp32: around 1 for norms, as large as a linear's for others. Of many experts, each has the same."""
+    """Noise in fp32: around 1 for norms, as large as a linear's weights for others. All of many experts get the same."""
     each = shape if shape.numel() <= _DRAWN else shape[-2:]
     noise = torch.randn(min(each.numel(), _DRAWN), generator=generator, device="cpu", dtype=torch.float32)
     noise = noise * shape[-1] ** -0.5 if len(shape) > 1 else 1.0 + 0.3 * noise
@@ -115,7 +115,7 @@ def _one_sequence(x: Tensor) -> StateRows:
 
 
 class Recorder:
-    """Stands in for a step's context: mixes query, key and value so that a fault in any shows, and notes its options."""
+    """Stands in for a step's context: mixes query, key and value so that a fault in any of them shows, and notes its arguments."""
 
     images = None
     rotary = None

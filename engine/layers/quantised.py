@@ -1,4 +1,4 @@
-"""Linear layers of a quantised base (bitsandbytes, 4 and 8 bits), run by the trainer's own modules on its own weights."""
+"""Linear layers of a base in 4 or 8 bits (bitsandbytes), run on the trainer's own weights as its own layers run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def is_packed(weight: Tensor) -> bool:
 
 
 class QuantisedLinear(nn.Module):
-    """Stands in for the trainer's layer in a shell, so that nothing is hung on the trainer's module itself.
+    """Stands in for the trainer's layer in a shell, so that the trainer's module gets no hooks.
 
-    It computes what the trainer's layer does, on the tensors it is bound to: the trainer's, or whole copies of shards of them.
-    In 4 bits by the function beneath it, since on a CPU its forward packs the trainer's weights anew when it is not
-    training; the ``quant_state`` is the weight's. In 8 bits by the trainer's layer itself.
+    It computes what that layer does, on the tensors it is bound to: the trainer's, or whole copies of sharded ones. In 4 bits it
+    calls the function beneath the layer, whose own forward would repack the trainer's weights on a CPU when not training; the
+    weight brings its ``quant_state``. In 8 bits it calls the trainer's layer.
     """
 
     weight: Any
@@ -36,7 +36,7 @@ class QuantisedLinear(nn.Module):
     def __init__(self, module: Any, parameters: Mapping[str, Tensor | None]) -> None:
         """parameters: by their names in the layer."""
         super().__init__()
-        self._trainer = (module,)  # in a tuple: it is no child of this one
+        self._trainer = (module,)  # in a tuple, so that it is no child of this module
         self.in_features: int = module.in_features
         self.out_features: int = module.out_features
         self._parameters.update(parameters)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Layers with a state of their own for each sequence: gated delta rule, Mamba-2, short convolutions.
+"""Recurrent layers, which keep a state for each sequence: gated delta rule, Mamba-2, short convolutions.
 
-Transformers has no interface for them as it has for attention. But the forwards of its modules all call the same few
-functions of their file, by which it lets other kernels in: the shell's forwards call the engine's in their place.
+Transformers has no interface for them as it has for attention. But the forwards of its modules all call the same few global
+functions, so that kernels can be exchanged. In the shell these forwards call the engine's functions instead.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from stoker.engine.adapters.checks import is_linear, not_run_alone, states_of
 from stoker.kernels.errors import UnsupportedModelError
-from stoker.kernels.reference.lora import AdapterWeights
+from stoker.kernels.reference.adapter_weights import AdapterWeights
 
 _CONVOLUTION = "causal_conv1d_fn"
 _ANY_STEP = (0.0, float("inf"))
 
 
 class RecurrentLayers:
-    """Has every module of a shell with a state run in the step's context. No module is renamed and no tensor touched."""
+    """Has all recurrent modules of a shell run in the step's context. No module is renamed and no tensor touched."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.context: Any = None  # of the step under way, and not kept beyond it: it holds tensors of the KV cache
+        self.context: Any = None  # of the step under way; not kept any longer, as it has tensors of the KV cache
         self._module = module
         self._mixers: list[str] = []  # paths of those
         for path, mixer in module.named_modules():
@@ -39,7 +39,7 @@ class RecurrentLayers:
     def check(self, name: str, adapter: AdapterWeights) -> None:
         """Raise ``UnsupportedModelError`` where an adapter has its own copy of a module with a state, or of its parts.
 
-        The state could not be moved on twice. Of the parts linears alone are called, with tokens; others are read.
+        The state cannot be moved on twice. Only linears among its parts are called with tokens; the others are just read.
         """
         modules = dict(self._module.named_modules()) if self._mixers else {}
         for path in (path for link in adapter.links for path in states_of(link, modules)):

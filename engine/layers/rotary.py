@@ -1,4 +1,4 @@
-"""Rotary embeddings: the cosines and sines that layers get for positions, and a factor of queries where attention has one."""
+"""Rotary embeddings: the cosines and sines that layers get for positions, and a factor for queries where a model has one."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from stoker.engine.layers.probe import POSITIONS, Recorder
 from stoker.engine.model import ModelShell
 
 _NAMES = ("rotary_emb", "pos_emb")
-_NONE = "none"  # of a layer's kinds
+_NONE = "none"  # the kind of layers without rotary embeddings
 
 
 class Rotary:
     """The rotary embeddings of a model, of as many kinds as it has, in the form that ``Ops.qk_norm_rotary_write`` takes.
 
-    Models give their layers the cosines and sines of all angles twice in a row (Llama), of each angle twice (Cohere), once
-    (gpt-oss), or as complex numbers (Llama 4).
+    Models give their layers cosines and sines in different forms: all angles, and then all again (Llama), each angle twice
+    (Cohere), once (gpt-oss), or complex numbers (Llama 4).
     """
 
     def __init__(self, shell: ModelShell) -> None:
-        """Raises an exception of any kind where positions alone do not give them."""
+        """Raises an exception of any kind where they depend on more than positions."""
         found = (getattr(shell.text, name, None) for name in _NAMES)
         self.module: Any = next((module for module in found if module is not None), None)
-        # Of each layer, which of them it takes; None where they all take the same.
+        # The kind that each layer takes; None where all take the same.
         self.kinds: list[str | None] = [None] * shell.num_layers
         if self.module is not None and "layer_type" in inspect.signature(self.module.forward).parameters:
             known = getattr(self.module, "layer_types", shell.config.layer_types)  # some layers may have none (LFM3)
@@ -42,16 +42,16 @@ class Rotary:
         self._strides = {kind: _stride(self.given(like, POSITIONS.to(like.device), kind)) for kind in self.tabled}
 
     def probed(self, device: torch.device) -> Tensor:
-        """Positions for a probe, up to the last of the longest sequence: a factor may be 1 up to the ten thousandth."""
+        """Positions for a probe, up to the longest sequence's last: a factor may be 1 for the first ten thousand."""
         last = int(POSITIONS.max())
         return POSITIONS.to(device) * max(self._longest - 1, last) // last
 
     def given(self, x: Tensor, positions: Tensor, kind: str | None) -> Any:
-        """What the model gives its layers; None where it gives nothing. x: of their dtype; positions: int64 [T], or [3, T]."""
+        """What the model gives its layers; None where that is nothing. x: of their dtype; positions: int64 [T], or [3, T]."""
         if kind not in self.tabled:
             return None
         positions = positions.view(-1, 1, positions.shape[-1])
-        # Of time, height and width, which are one for text.
+        # Positions in time, height and width, which are equal for text.
         positions = positions.expand(3, -1, -1) if hasattr(self.module, "mrope_section") else positions[0]
         return self.module(x, position_ids=positions, **({} if kind is None else {"layer_type": kind}))
 
@@ -77,7 +77,7 @@ class Rotary:
 
 
 def _without(shell: ModelShell) -> set[int]:
-    """Layers that a model gives none, though it gives others some (Lara): seen by running two tokens."""
+    """Layers that get no rotary embeddings though others do (Lara): found by running two tokens."""
     found = set[int]()
 
     def note(layer: nn.Module, _: Any, given: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ def _turns_backwards(text: Any) -> bool:
 
 
 def _factor_of(config: Any) -> tuple[int, float, float] | None:
-    """Of attention with a temperature: what is added to a position, how many of them are a step, and what a step adds."""
+    """For attention with a temperature: (what is added to a position, positions in a step, what the factor gains by a step)."""
     if getattr(config, "attn_temperature_tuning", False):  # Llama 4
         return 1, config.floor_scale, config.attn_scale
     rope = getattr(config, "rope_parameters", None) or {}
@@ -113,7 +113,7 @@ def _factor_of(config: Any) -> tuple[int, float, float] | None:
 
 
 def _stride(given: Any) -> int | None:
-    """Where each angle stands once, of numbers at some positions: at every so many; None where all stand twice in a row."""
+    """At every how many numbers each angle comes once; None where all angles come, and then all again."""
     if given is None:
         return None
     cos, sin = (given.real, given.imag) if isinstance(given, Tensor) else given

@@ -1,4 +1,4 @@
-"""Finds out how a router chooses experts: logits are made that tell the known ways apart."""
+"""Finds out how a router chooses experts, with logits on which all known ways differ."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from stoker.engine.layers.layer_structure import norm_of
 from stoker.engine.layers.moe_structure import MoeParts, tensors_of
 from stoker.kernels.reference.routing import Choice, route
 
-_EPSILONS = (1e-20, 1e-6)  # that sums of weights are kept off zero by
-_SMALL = 1e-3  # below it, a number may be the least that such a sum is taken for
+_EPSILONS = (1e-20, 1e-6)  # that may be added to sums of weights
+_SMALL = 1e-3  # a smaller number may be the least that such a sum is taken for
 _ROWS = 12  # of each kind of logits
 _CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1.6e-2}  # relative, of weights
 _Names = tuple[str | None, str | None, str | None]
-# What ``route`` takes, but for the choice.
+# The arguments of ``route``, without the choice.
 _Router = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 class RouterInput(NamedTuple):
-    """What a router does to its input first: a norm without weights, a product with ``MoeParts.scale``, one with a factor."""
+    """What a router does to its input first: a norm without weights, then a product with ``MoeParts.scale`` and a factor."""
 
     norm: str  # by its path
     eps: float
@@ -34,7 +34,7 @@ class RouterInput(NamedTuple):
 
 
 class RouterRule(NamedTuple):
-    """What a router does, and names of the tensors that are biases of its logits, of what it ranks, and its weights' factors."""
+    """How a router chooses. names: of the tensors with biases of its logits, biases of what it ranks by, and factors of weights."""
 
     choice: Choice
     names: _Names
@@ -42,13 +42,13 @@ class RouterRule(NamedTuple):
 
 
 def router_rule_of(block: nn.Module, parts: MoeParts, likely: RouterRule | None) -> RouterRule | None:
-    """The known way in which a block's router chooses; None where it is another. likely: what is tried first."""
+    """The known way in which a block's router chooses; None where it is none of these. likely: which is tried first."""
     roles = list(dict.fromkeys(itertools.permutations([*parts.biases, *[None] * (3 - len(parts.biases))], 3)))
     for entry in sorted(_entries(block, parts), key=lambda entry: likely is None or entry != likely.entry):
         tried = list(probes(block, parts, entry))
         try:
             seen = [_seen(block, parts, entry, *probe) for probe in tried]
-        except Exception:  # of any kind: it wants more than hidden states
+        except Exception:  # of any kind: it takes more than hidden states
             return None
         ids, weights = seen[0]
         x, given = tried[0]
@@ -76,13 +76,13 @@ def biases_of(tensors: Mapping[str, Tensor], names: _Names) -> tuple[Tensor | No
 
 
 def _entries(block: nn.Module, parts: MoeParts) -> Sequence[RouterInput | None]:
-    """What the router may do to its input; the factor is a number that a module has as an attribute."""
+    """What the router may do to its input. The factor is one of the numbers that its modules have as attributes."""
     if parts.scale is None:
         return [None]
     like = tensors_of(block)[parts.scale]
     bare = {name: module for name, module in block.named_modules() if not module.state_dict()}
     norms = [(name, norm.eps) for name, m in bare.items() if (norm := norm_of(m, like.numel(), like)) is not None]
-    least = 1 / torch.finfo(like.dtype).max  # its inverse is a number, too
+    least = 1 / torch.finfo(like.dtype).max  # of a smaller one, the inverse is infinite
     factors = [1.0, *sorted(n for n in _numbers(block) if isinstance(n, float) and n > least and n != 1.0)]
     return [
         RouterInput(name, eps, factor) for (name, eps), factor in itertools.product(norms, factors) if len(norms) == 1
@@ -94,8 +94,11 @@ def _numbers(block: nn.Module) -> set[float]:
 
 
 def _choices(block: nn.Module, first: Choice, count: int) -> Iterator[Choice]:
-    """The ways in which a router may choose, commonest first. Scales of weights, the number of groups of experts and how many
-    are taken are among the numbers that modules of the block have as attributes."""
+    """The ways in which a router may choose, the most common first.
+
+    Scales of weights, the number of groups of experts, and how many of these are taken are found among the numbers that the
+    block's modules have as attributes.
+    """
     numbers = _numbers(block)
     whole = sorted(n for n in numbers if isinstance(n, int) and 0 < n < count)
     groups = [(1, 1, 1)]
@@ -114,7 +117,7 @@ def _choices(block: nn.Module, first: Choice, count: int) -> Iterator[Choice]:
 def probes(
     block: nn.Module, parts: MoeParts, entry: RouterInput | None
 ) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
-    """Hidden states and tensors of the router with which its logits are known numbers."""
+    """Pairs of hidden states, and tensors for the router, that give known logits."""
     tensors = tensors_of(block)
     weight = tensors[parts.weight]
     count = weight.shape[0]
@@ -123,16 +126,16 @@ def probes(
     def shuffled() -> Tensor:
         return torch.stack([torch.randperm(count, generator=generator, device="cpu") for _ in range(_ROWS)]).float()
 
-    step = 8.0 / 2 ** (count - 1).bit_length()  # a number of bf16 each
+    step = 8.0 / 2 ** (count - 1).bit_length()  # so that bf16 holds each number exactly
     near, low, far = step * shuffled() - 4.0, step * shuffled() - 20.0, -128.0 - shuffled()
-    # Low: scores near zero, with which an epsilon shows. Far: probabilities that are zero, of logits that differ. High: a
-    # sigmoid that is one for all.
+    # Low: scores near zero, where an epsilon shows. Far: different logits whose probabilities are all zero. Its negative: logits
+    # whose sigmoid is one for all.
     logits = torch.cat([near, low, far.where(far < -128.0, 0.0), -far])
     biases = {name: shuffled()[0] / count for name in parts.biases}
-    # A product with other factors than one has more digits than half precision: whether it is rounded shows.
+    # With factors other than one, logits have more digits than half precision: this shows whether they are rounded.
     of_others = 1 + torch.randint(1024, (count,), generator=generator, device="cpu") / 1024
     ones = torch.ones(count, device="cpu")
-    # Last, corrections beyond any score: of the chosen experts the scores may all be zero.
+    # The last: corrections larger than any score, so that the scores of the chosen experts may all be zero.
     for factors, spread in ((ones, 1.0), (of_others, 1.0), (ones, 3.0)):
         rows = logits.new_zeros(len(logits), weight.shape[1])
         rows[:, :count], rows[:, -1] = logits, 1.0
@@ -150,12 +153,14 @@ def probes(
 def _seen(
     block: nn.Module, parts: MoeParts, entry: RouterInput | None, x: Tensor, given: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Expert ids and weights, [T, K] each, that a block makes of ``x``, whose last number is 1, with other tensors for its
-    router. Raises an exception of any kind where it does something else."""
+    """The expert ids and weights, [T, K] each, that a block chooses with these tensors for its router.
+
+    x: its last number is 1. Raises an exception of any kind where the block does something else.
+    """
     seen: list[tuple[Tensor, Tensor]] = []
 
     def note(hidden_states: Tensor, *chosen: Tensor) -> Tensor:
-        if not chosen:  # all tokens for each expert, weighed
+        if not chosen:  # each expert gets all tokens, times its weight
             weighed = hidden_states.view(-1, *x.shape)
             weights = weighed[..., -1].T
             assert torch.equal(weighed, x * weighed[..., -1:])
@@ -192,7 +197,7 @@ def _same(router: _Router, choice: Choice, theirs: tuple[Tensor, Tensor]) -> boo
     """Whether a choice gives the same experts with the same weights, in any order. theirs: ids and weights, [T, K]."""
     try:
         mine = route(*router, choice)
-    except RuntimeError:  # dtypes that only go together where all is fp32
+    except RuntimeError:  # dtypes that do not go together
         return False
     (ids, places), (other, others) = (t[0].sort(dim=1) for t in (mine, theirs))
     if ids.shape != other.shape or mine.weights.dtype != theirs[1].dtype or not torch.equal(ids, other):

@@ -1,7 +1,7 @@
-"""Attention over a paged KV cache, as plain torch: the oracle of the GPU kernels and the path a CPU runs.
+"""Attention over a paged KV cache, as plain torch: the oracle of the GPU kernels, and what a CPU falls back to.
 
-Keys and values live in blocks, ``[num_blocks, block_size, heads, dim]``. What is read of them is planned once a step, in
-``attention_plan.py``; here each layer's keys are written, and attended to.
+Keys and values live in blocks, ``[num_blocks, block_size, heads, dim]``. ``attention_plan.py`` decides once a step which of
+them are read. Here each layer writes its keys and values, and attends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NEG_INF = float("-inf")
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
     """Store each token's key and value. key: [T, H, Dk]; value: [T, H, Dv]; slots: int64 [T], block * size + offset.
 
-    In caches of fp8, numbers beyond its largest become that.
+    In an fp8 cache, numbers beyond fp8's largest become that.
     """
     for new, cache in ((key, key_cache), (value, value_cache)):
         movable(cache).flatten(0, 1).index_copy_(0, slots, movable(kept(new, cache.dtype)))
@@ -57,11 +57,10 @@ def qk_norm_rotary_write(
     factor: Tensor | None = None,
     grouped: bool = False,
 ) -> Tensor:
-    """From projected heads to the query, [T, heads, D], and what attention reads of the tokens in the cache.
+    """From projected heads to the query, [T, heads, D], and to keys and values in the cache.
 
-    ``qk_norm_rotary`` and ``write_kv`` in one; arguments as theirs. Without key heads nothing is written.
-
-    Before the last launch began all was there but ``qkv``.
+    ``qk_norm_rotary`` and ``write_kv`` in one; arguments as theirs. Without key heads nothing is written. Everything but
+    ``qkv`` must have been there before the last kernel was launched, as kernels read it early.
     """
     query, key, value = qk_norm_rotary(qkv, heads, kv_heads, norm, cos_sin, interleaved, factor, grouped)
     if kv_heads:
@@ -83,7 +82,7 @@ def latent_heads_write(
 ) -> Tensor:
     """``latent_heads`` and ``write_kv`` in one; arguments as theirs. Returns the query, [T, H, N + R].
 
-    Before the last launch began angles, factors and slots were there.
+    Angles, factors and slots must have been there before the last kernel was launched, as kernels read them early.
     """
     query, key, value = latent_heads(query, key_value, key_rotary, cos_sin, interleaved, factor)
     write_kv(key, value, key_cache, value_cache, slots)
@@ -164,11 +163,10 @@ def paged_attention(
 
 
 def _piece_bias(plan: AttentionPlan, c: Chunk, visibility: Visibility, before: int, query: Tensor) -> Tensor:
-    """The bias of a chunk with ``before`` keys before its first query's own, [queries, keys]: a view of the row's, which all
-    its pieces share.
+    """The bias of a chunk with ``before`` keys before its first query's own, [queries, keys].
 
-    What a query sees depends on how far away a key is, so the pieces' biases are parts of one; each by itself, those of a
-    long prompt would take the memory of all its queries times all its keys.
+    What a query sees depends on how far away a key is, so all pieces of a row share one bias, of which this is a view.
+    One for each piece of a long prompt would take the memory of all its queries times all its keys.
     """
     room = c.last if visibility.window is None else min(c.last, visibility.window + plan.block_size)
 
@@ -194,7 +192,7 @@ def _attend(
     sinks: Tensor | None,
     plain: Attend = attend,
 ) -> Tensor:
-    """As ``plain``, which does it where there is neither softcap nor sinks."""
+    """Attention with softcap or sinks; where there is neither, ``plain`` does it."""
     if softcap is None and sinks is None:
         return plain(query, key, value, bias, scale)
     scores = (query @ key.transpose(-1, -2)).float() * scale

@@ -1,15 +1,16 @@
-"""What a step's attention over a paged KV cache reads: which keys a query sees, and in which blocks they stand.
+"""What a step's attention over a paged KV cache reads: which keys a query sees, and in which blocks they are.
 
-A row's block table names its blocks in order. Rows with one query are batched: they are sorted by length and gathered a
-few at a time, so that little is padded and what is gathered is still in cache when it is read. Rows with several queries
-(prefill chunks) go one by one.
+A row's block table names its blocks in order. Rows with one query are batched: they are sorted by length and gathered a few
+at a time, so that there is little padding, and what is gathered is still in cache when it is read. Rows with several
+queries (chunks of prompts) are worked on one by one.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -56,7 +57,7 @@ PLAIN = Visibility()
 class Tables(NamedTuple):
     """Block tables of the same rows, int64 [..., blocks]: of layers that see all keys, and of those with a window.
 
-    A window's begins with anything where no query sees a key any more.
+    Of a window's table, the entries of blocks that no query sees any more are undefined.
     """
 
     whole: Tensor
@@ -74,7 +75,7 @@ class Tables(NamedTuple):
 class Decode:
     """Rows with one query each. rows: [r], token index of each, None for all in order; tables: of [r, n] blocks.
 
-    key_lens: keys that each of the rows that are real sees, in the first of the steps.
+    key_lens: keys that each row sees in the first of the steps, without rows of padding.
     """
 
     rows: Tensor | None
@@ -108,8 +109,8 @@ class Decode:
 class Chunk:
     """Several queries of one row: tokens ``start`` to ``start + num_queries``; tables: of [n] blocks.
 
-    position: of the first of them in its sequence; whole: each sees all ``length`` keys that the last one sees. most, last:
-    of the pieces that were one, how many queries the largest has, and the position of the last one.
+    position: of the first of them in its sequence; whole: each sees all ``length`` keys that the last one sees. A row may
+    come in several chunks: ``most`` is the number of queries of the largest, ``last`` the position where the last begins.
     """
 
     start: int
@@ -132,8 +133,10 @@ class Gather(Protocol):
         value_cache: Tensor,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values that stand in the blocks which the rows of piece ``number`` see, [r, H, L, D] of ``dtype`` each;
-        anything finite where a row has none."""
+        """Keys and values in the blocks that the rows of piece ``number`` see, [r, H, L, D] of ``dtype`` each.
+
+        Where a row has none, anything finite.
+        """
 
 
 # Of query [B, H, Q, Dk], key [B, H, L, Dk], value [B, H, L, Dv], a bias of the scores, and their scale; [B, H, Q, Dv].
@@ -141,7 +144,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """No bias means causal."""
+    """Attention as torch has it. No bias means causal."""
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, is_causal=bias is None, scale=scale)
 
 
@@ -261,16 +264,18 @@ def plan_attention(
 ) -> AttentionPlan:
     """Group the rows of a step.
 
-    query_lens: queries of each real row, laid out one row after the other; key_lens: keys its last query sees in the
-    first of ``num_steps`` steps (in the later ones at most one more each, as far as its table reaches); block_tables: int64
-    [R, M]; seq_lens: int64 [R], the same on the device (both may hold padded rows at the end); token_bytes: what one layer
-    keeps of a token; shared: whether neighbouring rows may begin with so many keys in common that it pays to read those
-    together (here none are); deterministic: leave out what makes a row's numbers depend on its neighbours (here nothing
-    does but the products of torch, of which nothing is promised); spans: tokens of the step, from and to, in order, that
-    each see all keys which the last of them sees, but those before their window: two at least, of one row; local_spans: so
-    they do in layers with a window alone; workspace: where an implementation leaves to the plans after this one what they
-    use again (this one leaves nothing). Who clears it gives that memory back; window_tables: of layers with a window or
-    chunks, where these keep their keys in other blocks, as ``block_tables``; no block is read of which no query sees a key.
+    query_lens: queries of each real row, laid out one row after the other. key_lens: keys that its last query sees in the
+    first of ``num_steps`` steps; in each later step it sees at most one more, as far as its table reaches. block_tables:
+    int64 [R, M]. seq_lens: int64 [R], the same as key_lens, on the device. (Both may end with rows of padding.)
+    token_bytes: what one layer keeps of a token. workspace: where an implementation keeps what later plans use again (this
+    one keeps nothing); whoever clears it gives that memory back. window_tables: as ``block_tables``, for layers with a
+    window or chunks, where these keep their keys in other blocks. A block in which no query sees a key is not read.
+
+    shared: whether neighbouring rows may have so many first keys in common that it pays to read those together (not done
+    here). deterministic: avoid whatever makes a row's numbers depend on its neighbours (here only torch's products could,
+    which promise nothing). spans: ranges of the step's tokens, (from, to), in order, each of two tokens or more of one
+    row. Each token of a span sees all keys that the span's last token sees, except those before its window. local_spans:
+    only in layers with a window.
     """
     tables = Tables(block_tables, block_tables if window_tables is None else window_tables)
     most = max(1, _GATHER_BYTES // token_bytes)
@@ -280,10 +285,6 @@ def plan_attention(
         tables = tables.map(lambda table: table[:, : -(-longest // block_size)])
         piece = Decode(None, tables, key_lens, num_steps, block_size)
         return AttentionPlan([piece], [], seq_lens, block_size, gather_keys)
-    starts, start = [], 0
-    for n in query_lens:
-        starts.append(start)
-        start += n
     single = sorted((row for row, n in enumerate(query_lens) if n == 1), key=lambda row: max_lens[row])
     decodes, begin = [], 0
     while begin < len(single):
@@ -295,21 +296,26 @@ def plan_attention(
         theirs = tables.map(lambda table, rows=rows, n=num_blocks: table.index_select(0, rows)[:, :n])  # type: ignore[misc]
         decodes.append(Decode(rows, theirs, [key_lens[row] for row in single[begin:end]], num_steps, block_size))
         begin = end
-    chunks = []
-    for row, token, n, keys, whole in segments(query_lens, key_lens, spans):
-        if query_lens[row] > 1:
-            most, last = min(n, _MAX_QUERIES), keys - n + (n - 1) // _MAX_QUERIES * _MAX_QUERIES
-            for done in range(0, n, _MAX_QUERIES):
-                count = min(n - done, _MAX_QUERIES)
-                position = keys - n + done
-                length = keys if whole else position + count
-                blocks = row, slice(-(-length // block_size))
-                theirs = tables.map(lambda table, at=blocks: table[at].contiguous())  # type: ignore[misc]
-                chunks.append(Chunk(token + done, count, position, length, whole, most, last, theirs))
+    several = [segment for segment in segments(query_lens, key_lens, spans) if query_lens[segment.row] > 1]
+    chunks = [chunk for segment in several for chunk in _chunks(segment, tables, block_size)]
     if chunks and decodes:  # a decode row's token index is its row index only where every row has one query
+        *starts, tokens = accumulate(query_lens, initial=0)
         index = torch.tensor(starts, device=block_tables.device)
         decodes = [replace(d, rows=index[d.rows], _seen={}) for d in decodes if d.rows is not None]
-        seq_lens = torch.zeros(start, dtype=seq_lens.dtype, device=seq_lens.device).index_copy_(
+        seq_lens = torch.zeros(tokens, dtype=seq_lens.dtype, device=seq_lens.device).index_copy_(
             0, index, seq_lens[: len(starts)]
         )
     return AttentionPlan(decodes, chunks, seq_lens, block_size, gather_keys, local_spans)
+
+
+def _chunks(segment: Segment, tables: Tables, block_size: int) -> Iterator[Chunk]:
+    """A segment in chunks of at most ``_MAX_QUERIES`` queries."""
+    row, token, n, keys, whole = segment
+    most, last = min(n, _MAX_QUERIES), keys - n + (n - 1) // _MAX_QUERIES * _MAX_QUERIES
+    for done in range(0, n, _MAX_QUERIES):
+        count = min(n - done, _MAX_QUERIES)
+        position = keys - n + done
+        length = keys if whole else position + count
+        blocks = row, slice(-(-length // block_size))
+        theirs = tables.map(lambda table, at=blocks: table[at].contiguous())  # type: ignore[misc]
+        yield Chunk(token + done, count, position, length, whole, most, last, theirs)

@@ -1,4 +1,4 @@
-"""Checksums of tensors, as plain torch: what tells that weights were changed without a word, or are not the trainer's."""
+"""Checksums of tensors, as plain torch. They find weights that changed without notice, or that are not the trainer's."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _LOT_BYTES = 2**20  # the most that is stacked at a time: it takes its memory ag
 def checksums(tensors: Sequence[Tensor], targets: Sequence[Tensor] = ()) -> Tensor:
     """One number for each tensor, which other content of its shape has by rare chance only.
 
-    tensors: of any shapes, dtypes and strides, on one device. targets: where each is written to on the way, cast to the
-    target's dtype, on the same device; none: nothing is written. Returns int64 [tensors]; 0 for an empty one.
+    tensors: of any shapes, dtypes and strides, on one device. targets: where each is also written to, cast to the
+    target's dtype, on the same device; without targets nothing is written. Returns int64 [tensors]; 0 for an empty one.
 
-    Content is little-endian bytes, in the order of the elements, in pieces of 64 MiB whose sums s follow as 31 * before
-    + s, all of it modulo 2**64. A piece is 64-bit words w[i]; above 8192 of them, those that lie 1018 apart are first
-    added up in sets of 127, the last set being what is left, less one where that is even; words beyond it stay by
-    themselves. The sum is that of (2 i + 1) * mix(w[i]), and of (2 i + 1) * b[i] over the bytes beyond the last whole
-    word. What exchanges words inside such sets alone, or leaves all their sums as they are, is not seen.
+    Content is little-endian bytes, in the order of the elements. It is cut into pieces of 64 MiB, whose sums s are
+    combined as 31 * before + s, modulo 2**64. A piece is 64-bit words w[i]. Where it has more than 8192 of them, words
+    1018 apart are first added up in sets of 127. (The last set is what is left, less one where that is even; words beyond
+    it stay as they are.) The sum is that of (2 i + 1) * mix(w[i]), and of (2 i + 1) * b[i] over the bytes beyond the last
+    whole word. A change that only exchanges words within such sets, or leaves all their sums as they are, is not seen.
     """
     return prepare_checksums(tensors, targets)()
 
 
 def prepare_checksums(tensors: Sequence[Tensor], targets: Sequence[Tensor] = ()) -> Callable[[], Tensor]:
-    """What makes the ``checksums`` of these tensors each time it is called, as long as all of them lie where they do."""
+    """A function that gives the ``checksums`` of these tensors each time it is called, as long as they stay where they are."""
     lots = _lots(tensors)
     order = torch.tensor([*chain.from_iterable(lots)], device=tensors[0].device if tensors else None)
 
@@ -49,7 +49,7 @@ def prepare_checksums(tensors: Sequence[Tensor], targets: Sequence[Tensor] = ())
 
 
 def _lots(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Which tensors are looked at together, by their numbers."""
+    """Groups of tensors that are worked on together, by their indices."""
     alike: dict[object, list[int]] = {}
     for index, tensor in enumerate(tensors):
         stacked = tensor.nbytes <= _STACKED_BYTES

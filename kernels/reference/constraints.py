@@ -1,4 +1,4 @@
-"""Rows that follow automata over tokens, as plain torch: which tokens may come next, and the state after one."""
+"""Rows whose tokens an automaton constrains, as plain torch: which tokens may come next, and the state after one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ HEADER = 8
 
 @dataclass(frozen=True, slots=True)
 class ConstraintRows:
-    """The automata that S slots follow, and where in them they are.
+    """The automata that S slots follow, and the state of each slot.
 
-    An automaton is a run of numbers: how many classes C of tokens there are, padded to ``HEADER`` numbers; the class of each
-    of the V tokens; and for each state from ``FIRST`` on the C states that a token leads to, by its class.
+    An automaton is a run of numbers: C, how many classes of tokens there are, padded to ``HEADER`` numbers; the class of each
+    of the V tokens; and for each state from ``FIRST`` on, the state that a token of each of the C classes leads to.
     """
 
     automata: Tensor  # int16 [N], one behind the other
@@ -28,7 +28,7 @@ class ConstraintRows:
 
 
 def constrain(logits: Tensor, rows: ConstraintRows, slots: Tensor, positions: Tensor) -> Tensor:
-    """The logits, fp32 [R, V], with -inf for the tokens that a row's automaton does not take in its state. NaN stays.
+    """The logits, fp32 [R, V], with -inf for tokens that a row's automaton does not allow in its state. NaN stays.
 
     logits: [R, V] of any float dtype; slots: int64 [R]; positions: int64 [R], of the tokens to be sampled.
     """
@@ -41,7 +41,7 @@ def constrain(logits: Tensor, rows: ConstraintRows, slots: Tensor, positions: Te
 
 
 def follow(tokens: Tensor, rows: ConstraintRows, slots: Tensor, vocab: int) -> None:
-    """Move the state of each slot on by its token, int64 [R], in place. Slots that come more than once are in ``FREE``."""
+    """Move the state of each slot on by its token, int64 [R], in place. Slots that occur more than once are in ``FREE``."""
     following, free = _following(rows, slots, tokens[:, None], vocab)
     rows.states.index_copy_(0, slots, torch.where(free, rows.states[slots], following[:, 0]))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Where what a step of R rows samples is kept, on the device."""
+    """Where the samples of R rows are kept on the device, step by step."""
 
     step: Tensor  # int64 [R], which step of its window it is: one number, but for each row its own
     tokens: Tensor  # int64 [W, R], by step
@@ -36,16 +36,16 @@ def advance(
     logprobs: Tensor | None = None,
     record: Record | None = None,
 ) -> None:
-    """Make what each of R decode rows sampled its next input: ``token_ids`` and what follows are changed in place.
+    """Make each of R decode rows' sampled token its next input: ``token_ids`` and all after it are changed in place.
 
     A row that has reached its length or sampled a stop id is over: it shrinks to one key, writes to the null block, and
-    samples what nobody reads.
+    samples tokens that nobody reads.
 
     tokens: int64 [R], sampled; stop_ids: int64 [R, S]; first_stop: int64 [R], position of the first token that may be one;
     block_tables: int64 [R, M]; token_ids, positions: int64 [R], inputs; slots: int64 [R], where their keys go; seq_lens:
     int64 [R], keys they see; last_lens: int64 [R], keys a row sees in its last step, 0 where it is over; window_tables and
-    window_slots: as ``block_tables`` and ``slots``, where layers with a window have blocks of their own. record: where tokens
-    and their ``logprobs``, fp32 [R], are written besides; its step is then the next.
+    window_slots: as ``block_tables`` and ``slots``, where layers with a window have blocks of their own. record: where
+    tokens and their ``logprobs``, fp32 [R], are kept too; it then moves to its next step.
     """
     if record is not None:
         assert logprobs is not None

@@ -1,7 +1,7 @@
-"""Weights in fp8 (e4m3), each row with a power of two of its own, as plain torch.
+"""Weights in fp8 (e4m3), with a scale for each row that is a power of two, as plain torch.
 
-A factor that is a power of two costs no precision: a row times it is again a number with the bits of fp8, which 16 bits
-hold exactly. So a product of such a weight is one of a plain weight, with rounded numbers, by whatever way it is made.
+Such a scale costs no precision: a scaled row still has as few significant bits as fp8, so 16 bits hold it exactly. A
+product by such a weight is thus the product by a plain weight with rounded numbers, however it is computed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ROWS_BYTES = 2**24  # that are rounded at a time
 
 
 def quantise_rows(weight: Tensor, values: Tensor, scales: Tensor) -> None:
-    """Write ``weight``, rounded, as ``values * scales[:, None]``. A row's scale is the least that leaves no number beyond fp8's.
+    """Write ``weight``, rounded, as ``values * scales[:, None]``. A row's scale is the least for which fp8 holds all its numbers.
 
     weight: [N, D] of any floating dtype; values: fp8 [N, D]; scales: fp32 [N], powers of two.
     """

@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, gate_first: bool = False) -> Tensor:
-    """``silu(gate) * rms_norm(x)`` over the last dimension, or with ``gate_first`` ``rms_norm(silu(gate) * x)``, in fp32, the
-    norm rounded to the dtype of ``x`` as transformers does.
+    """``silu(gate) * rms_norm(x)`` over the last dimension; with ``gate_first``, ``rms_norm(silu(gate) * x)``.
 
-    x, gate: [T, H, D]; weight: [D], or [H, D], or None: there is no norm. The result has the dtype of ``x``.
+    Computed in fp32, with the norm rounded to the dtype of ``x`` as transformers does. x, gate: [T, H, D]; weight: [D],
+    or [H, D], or None for no norm. The result has the dtype of ``x``.
     """
     wide, factor = x.float(), F.silu(gate.float())
     if weight is None:

@@ -1,4 +1,4 @@
-"""A projection with what stands before and after it in a decoder layer, as plain torch."""
+"""A projection together with the norm, activation and residual around it, as plain torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def linear(
 
     x: [T, D]; weight: [N, D]; bias: [N]; norm: over ``x``; gated: ``act_mul`` over the halves of the result,
     which is then [T, N / 2]; residual: as the result; scale: of what is added to it; in_place: nobody reads the residual
-    afterwards, so the result may take its place; row_scales: fp32 [N], of a weight in fp8 (``quantise_rows``). Returns [T, N] in the dtype of ``x``.
+    afterwards, so the result may take its place; row_scales: fp32 [N], of a weight in fp8 (``quantise_rows``). Returns
+    [T, N] in the dtype of ``x``.
     """
     x = x if norm is None else rms_norm(x, *norm)
     if row_scales is not None:

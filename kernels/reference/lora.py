@@ -1,14 +1,15 @@
 """Low-rank adapters over a projection's output, as plain torch (Hu et al. 2021, arXiv:2106.09685).
 
-Each token has a slot; a slot holds one adapter, slot 0 none. An adapter's matrices stay where they are: a table holds the
-tensors themselves, and their addresses for kernels. Few tokens of many adapters go through copies side by side.
+Each token has a slot. A slot holds one adapter; slot 0 holds none. An adapter's matrices stay where they are: a table keeps
+the tensors themselves, and their addresses for kernels. A few tokens of many adapters use copies that lie side by side
+(``lora_stacks``).
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
@@ -17,113 +18,10 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.host_memory import to_device
+from stoker.kernels.reference.adapter_weights import LoraWeights
 from stoker.kernels.reference.lora_pieces import Pieces, change
 from stoker.kernels.reference.lora_stacks import Stacks
 from stoker.kernels.reference.norm_rotary import Activation, act_mul
-
-
-class LoraWeights(NamedTuple):
-    """What an adapter does to one linear: ``y + scale * b @ (a @ x)``. Of experts there is one such pair, and shift, each.
-
-    gain: DoRA's magnitude over the norm of each adapted row (arXiv:2402.09353), which multiplies the result but its bias.
-    shift: added in the end.
-    """
-
-    a: Tensor  # [r, D], or [E, r, D]; r may be 0
-    b: Tensor  # [N, r], or [E, N, r]
-    scale: float
-    gain: Tensor | None = None  # fp32 [N]
-    shift: Tensor | None = None  # fp32 [N], or [E, N]
-
-    @property
-    def rank(self) -> int:
-        return self.a.shape[-2]
-
-    def of(self, expert: int) -> LoraWeights:
-        if self.a.dim() == 2:
-            return self
-        shift = None if self.shift is None else self.shift[expert]
-        return self._replace(a=self.a[expert], b=self.b[expert], shift=shift)
-
-
-class TokenRows(NamedTuple):
-    """Trained rows of an embedding's weight, by token."""
-
-    ids: tuple[int, ...]
-    rows: Tensor  # [n, D]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdapterWeights:
-    """One adapter, its tensors wherever they are. Names are those of the base model's modules."""
-
-    linears: dict[str, LoraWeights] = field(default_factory=dict)  # of an embedding: a [r, V], b [D, r]
-    magnitudes: dict[str, Tensor] = field(default_factory=dict)  # of linears and embeddings with DoRA, [N]
-    offsets: dict[str, Tensor] = field(default_factory=dict)  # bias of b, [N]
-    biases: dict[str, Tensor] = field(default_factory=dict)  # in place of a module's own, [N]
-    # By the name of the 3-D parameter; or of a table of biases [E, N], of which a is [r, N] and b is [E, r].
-    experts: dict[str, LoraWeights] = field(default_factory=dict)
-    tokens: dict[str, TokenRows] = field(default_factory=dict)  # of an embedding or a head, in place of its own
-    saved: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # state of modules that are replaced whole
-    bases: dict[str, Tensor] = field(default_factory=dict)  # weights of the base that were saved with the adapter
-    then: AdapterWeights | None = None  # another one on top
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> AdapterWeights:
-        """The same with each tensor replaced by what ``change`` makes of it."""
-        return replace(self, **{f.name: _mapped(getattr(self, f.name), change) for f in fields(self)})
-
-    def where(self, keep: Callable[[str], bool]) -> AdapterWeights:
-        """The same for only the modules whose names are kept. ``then`` keeps all."""
-        parts: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name, part in parts.items():
-            if isinstance(part, dict):
-                parts[name] = {key: value for key, value in part.items() if keep(key)}
-        return replace(self, **parts)
-
-    def tensors(self) -> Iterator[Tensor]:
-        return (tensor for _, tensor in self.named_tensors())
-
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for part in fields(self):
-            yield from _named(part.name, getattr(self, part.name))
-
-    def matrices(self) -> Iterator[Tensor]:
-        """A and B of linears and experts."""
-        return (matrix for part in (self.linears, self.experts) for w in part.values() for matrix in (w.a, w.b))
-
-    @property
-    def links(self) -> Iterator[AdapterWeights]:
-        """This adapter, and those applied on top of it, in that order."""
-        yield self
-        if self.then is not None:
-            yield from self.then.links
-
-    @property
-    def max_rank(self) -> int:
-        weights = (w for link in self.links for w in (*link.linears.values(), *link.experts.values()))
-        return max((w.rank for w in weights), default=0)
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, AdapterWeights):
-        return value.map(change)
-    if isinstance(value, Mapping):
-        return {key: _mapped(v, change) for key, v in value.items()}
-    if isinstance(value, LoraWeights | TokenRows):
-        return type(value)(*(_mapped(v, change) for v in value))
-    return value
-
-
-def _named(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, AdapterWeights):
-        yield from ((f"{name}.{key}", tensor) for key, tensor in value.named_tensors())
-    elif isinstance(value, Mapping | LoraWeights | TokenRows):
-        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _named(f"{name}.{key}", inner)
 
 
 @dataclass(frozen=True)
@@ -134,11 +32,12 @@ class AdapterRows:
     _pieces: dict[Stacks, tuple[int, Pieces | None]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
-    # By table, as of which version of its stacks, what changes an output.
+    # For each table: the version of its stacks, and the function that changes an output as of that version.
     _ready: dict[LoraTable, tuple[int, Callable[[Tensor, Tensor], None] | None]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
-    # By number of slots and height of a tile, what kernels made of these on the device. A captured step makes it itself, so it is of one step.
+    # By number of slots and height of a tile: what kernels made of these rows on the device. For one step, as a captured step
+    # makes it itself.
     of_step: dict[tuple[int, int], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def select(self, index: Tensor) -> AdapterRows:
@@ -147,10 +46,10 @@ class AdapterRows:
 
     @cached_property
     def by_slot(self) -> tuple[slice | Tensor, list[tuple[int, int, int]]]:
-        """The tokens that have an adapter, those of one slot side by side, and (slot, start, end) of each slot among them.
+        """The tokens that have an adapter, sorted by slot, and (slot, start, end) of each slot among them.
 
-        Slots are in the order of their first tokens, so that what lies slot by slot stays as it is. Reads the slots, so it is
-        for a CPU.
+        Slots are in the order of their first tokens, so tokens that are sorted already keep their order. For a CPU: it reads
+        the slots.
         """
         found: dict[int, list[int]] = {}
         for token, slot in enumerate(self.slots.tolist()):
@@ -164,7 +63,7 @@ class AdapterRows:
         return slice(first, first + len(order)) if as_they_lie else torch.tensor(order, device=self.slots.device), spans
 
     def through(self, stacks: Stacks) -> Pieces | None:
-        """How these tokens go through stacks, which is the same for all tables of a step and all steps of a window.
+        """How these tokens go through the stacks: the same for all tables of a step and all steps of a window.
 
         None where no token has an adapter. For a CPU.
         """
@@ -175,7 +74,7 @@ class AdapterRows:
         return pieces
 
     def adapt(self, x: Tensor, out: Tensor, table: LoraTable) -> None:
-        """As ``lora``. What can be known of a table is looked up once, not at every step. For a CPU."""
+        """As ``lora``. What it needs to know of a table is looked up once, not at every step. For a CPU."""
         version, change = self._ready.get(table, (None, None))
         if version != table.stacks.version:
             pieces = self.through(table.stacks)
@@ -192,10 +91,10 @@ _ROW = struct.Struct("5qd4q")
 
 
 class PointerBlock:
-    """The rows of addresses of some tables, which go to the device in one copy. They never move."""
+    """The rows of addresses of several tables, which are copied to the device together. They never move."""
 
     def __init__(self, tables: Sequence[LoraTable]) -> None:
-        """tables: such as have no block yet."""
+        """tables: none of them has a block yet."""
         sizes = [len(t.widths) * t.entries * POINTER_FIELDS for t in tables]
         with torch.inference_mode(False):  # or they could not be written to outside of the caller's
             self._host = torch.zeros(sum(sizes), dtype=torch.long, device="cpu")
@@ -214,7 +113,7 @@ class PointerBlock:
 
 
 class KernelRows(NamedTuple):
-    """By what kernels find weights, and how these lie: right for as long as they lie there."""
+    """What kernels find weights by: addresses, and how the weights lie there. Valid until they move."""
 
     packed: bytes  # POINTER_FIELDS, or as many for each expert
     rank: int
@@ -223,7 +122,7 @@ class KernelRows(NamedTuple):
 
 
 def kernel_rows(weights: LoraWeights) -> KernelRows:
-    """What ``LoraTable.put`` needs to know of weights."""
+    """The addresses of weights that ``LoraTable.put`` takes."""
     a, b, scale, gain, shift = weights
     rank, of_experts = a.shape[-2], a.dim() == 3
     first_a, first_b = (a[0], b[0]) if of_experts else (a, b)
@@ -247,11 +146,10 @@ def _is_aligned(matrix: Tensor) -> bool:
 
 @dataclass(eq=False)
 class LoraTable:
-    """The adapters of linears that read the same input and whose outputs lie side by side, by slot.
+    """The adapters, by slot, of linears that read the same input and whose outputs lie side by side.
 
-    widths: outputs of each linear; biases: theirs, which DoRA leaves as they are. experts: how many pairs of matrices a
-    slot has; a row that goes through one of them has a slot of its own, ``AdapterRows`` of ``expert_slots``. stacks: those
-    that all tables of a model share.
+    widths: outputs of each linear. biases: theirs, which DoRA does not scale. experts: how many pairs of matrices a slot
+    has; a row for one of these experts has a slot of its own (``expert_slots``). stacks: shared by all tables of a model.
     """
 
     widths: Sequence[int]
@@ -280,7 +178,7 @@ class LoraTable:
 
     @property
     def is_behind(self) -> bool:
-        """Whether ``pointers`` would send the table to the device anew."""
+        """Whether the table on the device is out of date, so that ``pointers`` would copy it again."""
         return self.block is None or self.block.changed
 
     @property
@@ -293,7 +191,7 @@ class LoraTable:
         return self.block or PointerBlock([self])
 
     def put(self, linear: int, slot: int, weights: LoraWeights | None, rows: KernelRows | None = None) -> None:
-        """Set what a slot does to one of the linears; None: nothing. rows: the ``kernel_rows`` of the weights, where they are known."""
+        """Set what a slot does to one of the linears; None: nothing. rows: the weights' ``kernel_rows``, if known."""
         assert 0 < slot <= self.num_slots
         self.stacks.forget()
         block, nbytes = self._own_block(), self.experts * _ROW.size
@@ -320,7 +218,10 @@ class LoraTable:
         return None if weights is None else weights.of((slot - 1) % self.experts)
 
     def columns(self, block: int) -> Tensor:
-        """The columns of linears for kernels with tiles of ``block`` columns, int64 [linears, 4]: first tile, offset, width, bias address."""
+        """The columns of each linear, for kernels with tiles of ``block`` columns.
+
+        int64 [linears, 4]: first tile, offset, width, address of the bias.
+        """
         addresses = [0 if bias is None else bias.data_ptr() for bias in self.biases]
         known = self._columns.get(block)
         if known is None or known[0] != addresses:  # those of a mirror that has slept lie elsewhere
@@ -343,7 +244,7 @@ class LoraTable:
 
     @property
     def traits(self) -> tuple[object, ...]:
-        """What a captured step knows of the table. All but the last can only change once, or grow."""
+        """What a captured step depends on in this table. All but the last can only change once, or grow."""
         return self.max_rank, self.strided, self.aligned, self.only_matrices, self.dtype, self.empty
 
     @property
@@ -365,12 +266,12 @@ def lora(
     *,
     settled: bool = False,
 ) -> Tensor:
-    """Apply each token's adapter to the projection of ``x`` in ``out``, which is changed in place and returned.
+    """Apply each token's adapter to ``out``, the projection of ``x``, in place; returns ``out``.
 
-    x: [T, D]; out: [T, N], the widths of the table side by side. Tokens of slot 0, or of one that has nothing in the
-    table, stay as they are. Products are of the adapter's dtype, as PEFT's are. gated: returns ``act_mul`` of that
-    instead, of all tokens, and nobody reads ``out`` any more. settled: ``x`` was there before the last launch began, which
-    made ``out`` of it.
+    x: [T, D]; out: [T, N], the widths of the table side by side. Tokens of slot 0, or of a slot without an entry in the
+    table, stay as they are. Products are in the adapter's dtype, as PEFT's are. gated: returns ``act_mul`` of the result
+    for all tokens instead, and nobody reads ``out`` any more. settled: ``x`` was there before the launch of the last
+    kernel, which made ``out`` from it.
     """
     if table.experts == 1:
         rows.adapt(x, out, table)
@@ -387,7 +288,7 @@ def lora_embedding(token_ids: Tensor, out: Tensor, table: LoraTable, rows: Adapt
 def _apply(
     source: Tensor, shrink: Callable[[Tensor, Tensor], Tensor], out: Tensor, table: LoraTable, rows: AdapterRows
 ) -> Tensor:
-    """Apply adapters. shrink: makes of a part of the source and a matrix ``a`` the ranks' inputs, [t, r]."""
+    """Apply adapters. shrink: computes the ranks' inputs, [t, r], from some rows of the source and a matrix ``a``."""
     tokens, spans = rows.by_slot
     mine = source[tokens]
     column = 0

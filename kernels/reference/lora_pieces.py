@@ -1,4 +1,4 @@
-"""How the tokens of a step go through the matrices of their adapters: all together, each by itself, or one by one."""
+"""Three ways in which the tokens of a step go through their adapters' matrices: together, one by one, or slot by slot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Pieces(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """P pieces with the same number of tokens, each of one slot, in one product. What a piece lacks is filled with any token."""
+    """P pieces in one product. All have the same number of tokens, each of one slot. Any token fills the gaps."""
 
     count: int  # P, the first of the stack
     rows: slice | None  # the tokens, where they lie piece by piece; None: all, or those of ``gather``
@@ -64,7 +64,7 @@ class Together:
 
 
 class Bags:
-    """Each token by itself, however the tokens lie: sums of its adapter's rows, weighed by the token's numbers."""
+    """Each token by itself, in any order: sums of its adapter's rows, weighed by the token's numbers."""
 
     def __init__(self, slots: Tensor, places: Mapping[int, int]) -> None:
         """slots: of all tokens, int64 [T]; places: of each but 0 in the stacks."""
@@ -76,10 +76,10 @@ class Bags:
         self._bags: dict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = {}
 
     def _of(self, *sums: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of matrices of which so many rows, in order, are summed for each part of an output: those of each token, int32
-        [t * rows], and where the rows of each sum begin, [t * parts + 1].
+        """The rows to add up, and where each sum begins. sums: how many rows, in order, each part of an output is a sum of.
 
-        Then the same for all tokens, [T * parts + 1], some of which have none.
+        Returns the rows of the tokens that have an adapter, int32 [t * rows]; where the rows of each sum begin, and the last
+        end, [t * parts + 1]; and the same for all tokens, [T * parts + 1], some of which have no rows.
         """
         if sums not in self._bags:
             span = torch.arange(sum(sums), dtype=torch.int32, device=self.places.device)
@@ -132,7 +132,7 @@ def _sums(matrix: Tensor, rows: Tensor, starts: Tensor, weights: Tensor) -> Tens
 
 @dataclass(frozen=True, slots=True)
 class OneByOne:
-    """Slot after slot, the tokens of each in products of their own."""
+    """Slot after slot: the tokens of each slot in products of their own."""
 
     tokens: slice | Tensor | None  # int64 [t], side by side by slot; None: all as they lie
     places: Sequence[int]  # of each slot in the stacks

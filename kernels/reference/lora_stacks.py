@@ -1,4 +1,4 @@
-"""The matrices of the adapters that run, copied side by side, so that a step takes few products for all of them."""
+"""Copies of the running adapters' matrices, side by side, so that a step needs few products for all of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from stoker.kernels.reference.adapter_weights import LoraWeights
 from stoker.kernels.reference.lora_pieces import Bags, OneByOne, Pieces, change, together
 
 if TYPE_CHECKING:
-    from stoker.kernels.reference.lora import LoraTable, LoraWeights
+    from stoker.kernels.reference.lora import LoraTable
 
 # Up to so many tokens of an adapter, on average, each token's own sums beat a product over all pieces.
 _FEW = 4
@@ -31,7 +32,7 @@ _VECTORS = {"gain": 1.0, "shift": 0.0}  # and what does nothing
 
 
 class Part:
-    """What the pieces of a stack do to one linear, or to all linears of the table at once."""
+    """What the pieces of a stack do to one linear, or to all linears of the table together."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class Part:
 
 
 class Stack:
-    """What each of P pieces does to the linears of one table: copies, in memory that stays for those of later pieces."""
+    """Copies of what each of P pieces does to the linears of one table. Later pieces reuse their memory."""
 
     def __init__(self) -> None:
         self.version = -1  # of ``Stacks``, that this holds
@@ -75,7 +76,7 @@ class Stack:
         self._layout: object = None
 
     def bring(self, table: LoraTable, slots: tuple[int, ...], generation: int) -> None:
-        """Hold the matrices of these slots, one a place, and copy those that are not there."""
+        """Hold the matrices of these slots, one at each place; only those that are not there are copied."""
         known = [weights for by_slot in table.weights for slot in set(slots) if (weights := by_slot.get(slot))]
         linears = [n for n, by_slot in enumerate(table.weights) if not by_slot.keys().isdisjoint(slots)]
         rank = max((1, *(weights.rank for weights in known)))  # biases alone have none, which no product takes
@@ -197,7 +198,7 @@ def _runs(places: Iterable[int]) -> Iterator[slice]:
 
 
 def _write(a: Tensor, copies: Sequence[Tensor], entries: Sequence[LoraWeights | None]) -> None:
-    """Write what some slots do to one linear. a: [P, D, r]; copies: of b, [P, r, N]. Zeros fill what an adapter has not."""
+    """Write what some slots do to one linear. a: [P, D, r]; copies: of b, [P, r, N]. Zeros fill what an adapter lacks."""
     (_, depth, rank), (b, *others) = a.shape, copies
     nothing = a.new_zeros(rank, depth), b.new_zeros(b.shape[2], rank)
     matrices = [nothing if w is None else _padded(w.a, w.b, rank - w.rank) for w in entries]
@@ -229,10 +230,10 @@ def _vectors(table: LoraTable, linears: Sequence[int], slots: Sequence[int], kin
 
 
 class Stacks:
-    """Copies of the matrices of the adapters that run, for all tables of a model; right until an adapter changes.
+    """Copies of the running adapters' matrices, for all tables of a model. They are valid until an adapter changes.
 
-    They stay while the same adapters run. Those of others are copied beside them; where too many are of nobody, what is
-    left is moved together.
+    They stay while the same adapters run. Those of other adapters are added beside them. When too many belong to no running
+    adapter, the rest is moved together.
     """
 
     def __init__(self) -> None:
@@ -240,7 +241,7 @@ class Stacks:
         self.release()
 
     def forget(self) -> None:
-        """Take what is held for out of date: it is copied again before it is used."""
+        """Treat all copies as out of date: they are made again before they are used."""
         self.version += 1
         self._generation = self.version
         self._slots: tuple[int, ...] = ()  # of each piece
@@ -290,9 +291,9 @@ class Stacks:
                 yield _cost(count, width), count, width
 
     def _hold(self, wanted: Counter[int]) -> None:
-        """Have so many pieces of each slot: one of each, as far as possible where it was, and then the others.
+        """Hold as many pieces of each slot as wanted: first one of each, where possible in its old place, then the others.
 
-        So the first of them are enough when each slot has as many tokens.
+        So the first pieces are enough when each slot has as many tokens.
         """
         if wanted == Counter(self._slots):
             return

@@ -16,11 +16,11 @@ from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Activation
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """``act(g) * u``, as SwiGLU and GeGLU (Shazeer, 2020); or, as in gpt-oss, ``g * sigmoid(alpha * g) * (u + offset)`` with
-    g at most ``limit`` and u within ``-limit`` to ``limit``; or, where it is not ``gated``, ``relu(u) ** 2`` (So et al., 2021), as
-    in Nemotron-H.
+    """The activation of experts.
 
-    interleaved: gate and up alternate along the projection, instead of the gate's half standing before the up's.
+    ``act(g) * u``, as SwiGLU and GeGLU (Shazeer, 2020); or, as in gpt-oss, ``g * sigmoid(alpha * g) * (u + offset)`` with g
+    at most ``limit`` and u within ``-limit`` to ``limit``; or, where it is not ``gated``, ``relu(u) ** 2`` (So et al., 2021), as
+    in Nemotron-H. interleaved: gate and up alternate in the projection; otherwise the gate's half comes first.
     """
 
     gated: bool = True
@@ -85,11 +85,12 @@ def experts(
     The whole is ``residual + scale * (sum + sigmoid(x @ shared_gate.T) * shared)``, of which all but the sum is optional.
 
     x: [T, D]; expert_ids: int64 [T, K], those of a token all different; expert_weights: [T, K]; gate_up: [E, 2 * I, D], or
-    [E, I, D] without a gate, and down: [E, D, I], of any strides; biases: [E, 2 * I] and [E, D]; weigh_input: a weight is of
-    what an expert gets, as in Llama 4, and what experts give is added up as it is; adapters change what each projection
-    gives; scales: fp32 [E, 2 * I] and [E, D], of weights in fp8 (``quantise_rows``); groups: of ``Routing``, for whom it is of use; shared, residual: as ``x``; shared_gate: [1, D]; in_place: nobody
-    reads the residual afterwards, so the result may take its place. Returns [T, D] in the dtype of ``x``. Without adapters
-    nothing waits for the device. Raises ``RuntimeError`` where a row of a weight is not a multiple of 16 bytes.
+    [E, I, D] without a gate, and down: [E, D, I], of any strides; biases: [E, 2 * I] and [E, D]; weigh_input: weights
+    multiply the experts' input, as in Llama 4, and not their output; adapters: applied to the output of each projection;
+    scales: fp32 [E, 2 * I] and [E, D], of weights in fp8 (``quantise_rows``); groups: of ``Routing``, for implementations
+    that use them; shared, residual: as ``x``; shared_gate: [1, D]; in_place: nobody reads the residual afterwards, so the
+    result may take its place. Returns [T, D] in the dtype of ``x``. Without adapters nothing waits for the device. Raises
+    ``RuntimeError`` where a row of a weight is not a multiple of 16 bytes.
     """
     per_token = expert_ids.shape[1]
     ids, order = expert_ids.flatten().sort(stable=True)

@@ -1,6 +1,6 @@
 """Normalisation, rotary embedding and gated activation, as plain torch.
 
-Mostly of fp32 on a CPU, which ``type_as`` leaves as it is in a third of the microsecond that ``to`` takes.
+Mostly in fp32 on a CPU, where ``type_as`` changes nothing, in a third of the microsecond that ``to`` takes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class Norm(NamedTuple):
-    """An RMS norm's weight and settings; with ``centred`` a LayerNorm's, which is the RMS norm of the input less its mean.
+    """An RMS norm's weight and settings. With ``centred``, a LayerNorm's: the RMS norm of the input minus its mean.
 
-    offset: the factor is 1 + weight, as in Gemma, and not the weight, as in Llama. The cast back to the input's dtype comes
-    before the product with the weight; with ``offset`` or ``centred`` after all.
+    offset: the factor is 1 + weight, as in Gemma, instead of the weight, as in Llama. The result is cast back to the
+    input's dtype before it is multiplied by the weight; with ``offset`` or ``centred``, after everything.
     """
 
     weight: Tensor  # [D]
@@ -49,8 +49,8 @@ class QKNorm(NamedTuple):
 def _inverse_rms(x: Tensor, wide: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean of x^2 + eps) over the last dimension. x: [..., D]; wide: in fp32; returns fp32 [..., 1].
 
-    Of fp32 in few operations: on a CPU each costs a microsecond, and a mean takes several times as long as a norm. Of other
-    dtypes as transformers computes it, to the bit.
+    fp32 takes few operations: on a CPU each costs a microsecond, and a mean takes several times as long as a norm. Other
+    dtypes are computed as transformers does, to the bit.
     """
     if x.dtype != torch.float32:
         return torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -121,12 +121,12 @@ def qk_norm_rotary(
     factor: Tensor | None = None,
     grouped: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From projected heads to what attention takes: query and key normalised by head and rotated, either or neither.
+    """From projected heads to what attention takes: query and key, optionally normalised by head and rotated.
 
-    qkv: [T, heads + 2 * kv_heads, D], or [T, heads + kv_heads, D] where the keys' projection is the values' too; cos_sin:
-    [T, R] each; interleaved: see ``rotary``; factor: of queries, fp32 [T, 1]; grouped: each key head lies behind the queries
-    that read it, and its values behind that (GPT-NeoX), and not behind all. Returns query [T, heads, D], key and value
-    [T, kv_heads, D].
+    qkv: [T, heads + 2 * kv_heads, D], or [T, heads + kv_heads, D] where keys and values have one projection; cos_sin:
+    [T, R] each; interleaved: see ``rotary``; factor: of queries, fp32 [T, 1]; grouped: each key head, and then its value
+    head, comes right after the queries that read it (GPT-NeoX), instead of after all queries. Returns query [T, heads, D],
+    key and value [T, kv_heads, D].
     """
     if grouped:
         groups = qkv.view(qkv.shape[0], kv_heads, -1, qkv.shape[2])

@@ -1,8 +1,8 @@
 """Layers that keep a state of fixed size for each sequence, as plain torch: convolution, gated delta rule, Mamba-2.
 
-A batch is packed: the tokens of all sequences lie one after the other. Each sequence's state is a row of a state tensor, is
-read before its first token here and written after its last, so that a sequence may come in any pieces. In a decode step
-the states were there before the last launch began, which made the inputs.
+A batch is packed: the tokens of all sequences lie one after the other. Each sequence's state is a row of a state tensor. It
+is read before the sequence's first token here and written after its last, so a sequence may come in any pieces. In a
+decode step, the states must have been there before the launch of the last kernel, which made the inputs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ NORM_EPS = 1e-6  # of query and key, under the root
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """Which tokens of a packed batch belong to which sequence, and where the sequence's state lies.
+    """Which tokens of a packed batch belong to which sequence, and where each sequence's state is.
 
-    Tokens from ``starts[R]`` on belong to none; results are 0 there. Only rows nobody reads, as padding is, share a slot.
+    Tokens from ``starts[R]`` on belong to no sequence; their results are 0. Rows share a slot only where nobody reads it, as
+    rows of padding do.
     """
 
     slots: Tensor  # int64 [R], row of the state tensors
@@ -37,7 +38,7 @@ class StateRows:
         return x[at.clamp_(max=x.shape[0] - 1)].masked_fill_(beyond, 0)
 
     def places(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """(each token's row, its place among the row's tokens); a token of no row has any."""
+        """(each token's row, its place among the row's tokens), with any values where a token belongs to no row."""
         at = torch.arange(tokens, device=self.starts.device)
         row = torch.searchsorted(self.starts[1:], at, right=True).clamp_(max=self.slots.shape[0] - 1)
         return row, at - self.starts[row]
@@ -50,7 +51,7 @@ class StateRows:
         return self.without_nobodys(y[row, place.clamp_(max=self.longest - 1)])
 
     def without_nobodys(self, out: Tensor) -> Tensor:
-        """``out``, [T, ...], with 0 where a token is of no row."""
+        """``out``, [T, ...], with 0 where a token belongs to no row."""
         if self.longest == 1:
             return out
         nobodys = torch.arange(out.shape[0], device=out.device) >= self.starts[-1]
@@ -70,8 +71,8 @@ def causal_conv(
     """``act(bias[c] + sum over j of weight[c, j] * x[t - K + 1 + j, c])`` along each sequence: a depthwise convolution.
 
     x: [T, C]; weight: [C, K]; bias: [C]; state: [N, K - 1, C], each sequence's last inputs, the oldest first, in the dtype
-    of ``x``, changed in place. gates: what ``x`` is multiplied by, and what the result is, [T, C] each. Sums are fp32 and
-    rounded to the weight's dtype before the activation. Returns [T, C] in the dtype of ``x``.
+    of ``x``, changed in place. gates: factors of ``x`` and of the result, [T, C] each. Sums are in fp32, and rounded to the
+    weight's dtype before the activation. Returns [T, C] in the dtype of ``x``.
     """
     x = x if gates is None else x * gates[0]
     kept, taps = weight.shape[1] - 1, weight.float().unbind(1)
@@ -157,7 +158,7 @@ def selective_scan(
     """Mamba-2's scan (Dao and Gu, 2024), token after token, in fp32: with S the state of a head and d its step,
     ``S = exp(d A) S + d x B^T; y = S C + D x``.
 
-    The step is ``clamp(softplus(dt + dt_bias), *dt_limit)``, each operation of it rounded to the dtype of ``dt``.
+    The step is ``clamp(softplus(dt + dt_bias), *dt_limit)``, where each operation rounds to the dtype of ``dt``.
     x: [T, H, P]; dt: [T, H]; A: fp32 [H], negative, or with ``a_log`` the logarithm of ``-A``, in any dtype; B, C: [T, G, S],
     head h with the group h // (H / G); D, dt_bias: [H]; state: fp32 [N, H, P, S], changed in place. Returns [T, H, P] in the
     dtype of ``x``.
@@ -184,5 +185,5 @@ def decay_rates(A: Tensor, a_log: bool) -> Tensor:
 
 
 def steps(dt: Tensor, dt_bias: Tensor | None, dt_limit: tuple[float, float]) -> Tensor:
-    """How far each token of Mamba-2 steps: as in ``selective_scan``."""
+    """How far each token of Mamba-2 steps: see ``selective_scan``."""
     return F.softplus(dt if dt_bias is None else dt + dt_bias.to(dt.dtype)).clamp(*dt_limit)

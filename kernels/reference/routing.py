@@ -14,10 +14,14 @@ from torch import Tensor
 class Choice:
     """How a router's logits become the experts of a token and their weights.
 
-    A score is made of each logit, the best are chosen by score plus correction, and the scores of those, without it, are
-    the weights. "chosen" is a softmax of the chosen experts' logits alone, as in gpt-oss; "softmax" one of them all, as in
-    Mixtral; "chosen_sigmoid" is a sigmoid of each chosen expert's logit, as in Llama 4; "sigmoid", which ranks by that, and
-    groups are DeepSeek-V3's. Of several groups of experts only some are chosen from, those with the
+    Each logit becomes a score. The experts with the best score plus correction are chosen, and their scores, without the
+    correction, are the weights. Kinds of score:
+
+    - "softmax": of all logits, as in Mixtral. "sigmoid": of each logit, as in DeepSeek-V3.
+    - "chosen", "chosen_sigmoid": experts are ranked by their logits; the weights are a softmax of those chosen, as in gpt-oss,
+      or a sigmoid of each, as in Llama 4.
+
+    Where experts are in several groups, as in DeepSeek-V3, only ``kept_groups`` of them are chosen from: those with the
     largest sums of their ``best_of_group`` best.
     """
 
@@ -25,12 +29,12 @@ class Choice:
     score: Literal["softmax", "sigmoid", "chosen", "chosen_sigmoid"]
     normalise: bool = False  # the weights by their sum, plus ``eps``
     eps: float = 0.0
-    least: float = 0.0  # that such a sum is taken for
+    least: float = 0.0  # the least that such a sum is taken for
     scale: float = 1.0
     groups: int = 1
     kept_groups: int = 1
     best_of_group: int = 1
-    # fp32, whatever the model's dtype: logits (and then scores), scores of logits that may not be, what comes of it.
+    # In fp32, whatever the model's dtype: logits, and so scores; scores alone; the resulting weights.
     wide_logits: bool = False
     wide_scores: bool = False
     wide_weights: bool = False

@@ -124,12 +124,13 @@ def _parts(logits: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The logits with -inf for tokens outside top-k, then top-p, then min-p, each over what the one before left.
+    """The logits with -inf for tokens outside top-k, then top-p, then min-p, each applied to what the one before left.
 
     logits: [R, V] of any float dtype, already scaled by temperature; top_k: int64 [R], 0 is off; top_p, min_p: fp32 [R],
-    off at 1 and 0. Returns fp32 [R, V]. Equal logits share a fate, so that no order of sorting shows: top-k keeps the
-    tokens with fewer than k larger ones, top-p those whose more likely tokens have less than p of the mass, min-p those
-    with at least min_p of the largest probability. The most likely token always stays, and so does NaN.
+    off at 1 and 0. Returns fp32 [R, V]. Tokens with equal logits are kept or excluded together, so the order of sorting
+    does not matter. Top-k keeps the tokens with fewer than k larger ones; top-p those whose more likely tokens have less
+    than p of the mass; min-p those with at least min_p of the largest probability. The most likely token always stays, and
+    so does NaN.
     """
     vocab = logits.shape[-1]
     values, order = logits.float().sort(dim=-1, descending=True, stable=True)

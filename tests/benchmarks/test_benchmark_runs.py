@@ -1,4 +1,4 @@
-"""What benchmarks leave where something fails, breaks off, or has no room."""
+"""What benchmarks leave behind when something fails, is interrupted, or has no room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks at their smallest: they run, write what they promise, and are all found by the command."""
+"""The benchmarks at their smallest: they run, write what they promise, and the command finds all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `make gpu` asks of a CUDA host, where no host has one: the time it gives to its parts."""
+"""What `make gpu` asks of a CUDA host, tested without one: how it divides its time."""
 
 from __future__ import annotations
 

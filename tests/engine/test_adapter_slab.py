@@ -1,4 +1,4 @@
-"""Adapters that lie elsewhere than on the device: what a slot holds after swaps, and how many copies they take."""
+"""Adapters whose tensors are not on the device: what a slot holds after swaps, and how many copies that takes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stoker.engine.adapters.slab import Slab, pack
 from stoker.engine.device import runtime_for
 from stoker.kernels.errors import EngineStateError
-from stoker.kernels.reference.lora import AdapterWeights, LoraTable, LoraWeights, PointerBlock, TokenRows
+from stoker.kernels.reference.adapter_weights import AdapterWeights, LoraWeights, TokenRows
+from stoker.kernels.reference.lora import LoraTable, PointerBlock
 from stoker.rollout import EngineConfig, RolloutEngine, adapter_sources, adapters
 from stoker.weight_sync.naming import unwrap
 from stoker.weight_sync.peft_adapters import live_adapters

@@ -1,4 +1,4 @@
-"""More adapters than slots: who waits for one, who goes on, and that nobody waits for ever."""
+"""More adapters than slots: which requests wait for one, which go on, and that none waits for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode steps as graphs: what is captured when, and when graphs are forgotten."""
+"""Decode steps as graphs: when they are captured, and when graphs are dropped."""
 
 from __future__ import annotations
 

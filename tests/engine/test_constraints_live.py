@@ -1,4 +1,4 @@
-"""Completions that follow a pattern are what they are alone: beside others, in captured steps, and through a pause."""
+"""Completions that follow a pattern are the same beside others, in captured steps and through a pause as alone."""
 
 from __future__ import annotations
 

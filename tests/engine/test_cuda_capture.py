@@ -1,4 +1,4 @@
-"""A capture on CUDA, and what it leaves behind: modes, pools of memory, garbage, and one that cannot be ended."""
+"""A capture on CUDA, and what it leaves behind: modes, memory pools, garbage; and a capture that cannot be ended."""
 
 from __future__ import annotations
 

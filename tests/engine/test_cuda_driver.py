@@ -1,4 +1,4 @@
-"""The calls that are made of ``cuda.bindings.driver``, on a stand-in that keeps the driver's books and refuses what is wrong."""
+"""The calls of ``cuda.bindings.driver``, made to a stand-in that keeps the driver's books and refuses what is wrong."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from adapted import lora, shake, state_dict
 from emulated_cuda import EmulatedCuda, emulated_cuda
 from emulated_engine import on_cuda, unasked
 from emulated_graph import CUDA, HOST, DeviceFault
-from families import HYBRIDS, make_model
+from families import make_model
+from family_fields import HYBRIDS
 from hybrids import make_model as make_hybrid
 from peft import get_peft_model
 from pretend_device import STATIC, build, close, params, prompts

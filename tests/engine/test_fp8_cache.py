@@ -1,8 +1,7 @@
-"""A KV cache in 8 bits: the model that it makes is the one whose attention is given rounded keys and values.
+"""A KV cache in 8 bits: the engine computes what a model does whose attention gets rounded keys and values.
 
-The oracle is the plain Hugging Face forward with that rounding put before its attention. A number that lies on the border
-between two of fp8 may fall to either side, and what comes after it differs by what one number does: next to nothing of what
-the rounding of all of them does.
+The oracle is the plain Hugging Face forward with that rounding before its attention. A number on the border between two fp8
+numbers may be rounded to either. What that changes is next to nothing compared with the rounding of all numbers.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""That no depth of a caller makes the calls of a step slow, told by the pages that are mapped for them."""
+"""However deep the caller's stack is, the calls of a step stay fast: counted by the pages that are mapped for them."""
 
 from __future__ import annotations
 

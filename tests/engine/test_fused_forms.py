@@ -1,4 +1,4 @@
-"""Which form a layer is found to have, whatever its weights and the precision that products are asked for."""
+"""Which form a layer is recognised as, whatever its weights and whatever precision products are set to."""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from families import FAMILIES, HYBRIDS, make_model, randomise
+from families import make_model, randomise
+from family_fields import FAMILIES, HYBRIDS
 from fused import CONFIG, PROMPTS, assert_like_hugging_face, fused_layers
 from launches import Launches, named
 from torch import nn

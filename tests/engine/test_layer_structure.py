@@ -1,4 +1,4 @@
-"""What the parts of a layer are found to be."""
+"""What is found out about the parts of a layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What modules compute with besides tensors: which attributes are watched, and when they are others."""
+"""What modules compute with besides tensors: which attributes are watched, and that changes are noticed."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import live_setup
 import numpy as np
 import pytest
 import torch
-from families import VOCAB
+from family_fields import VOCAB
 from live_setup import PROMPTS, long, same
 from numpy.typing import NDArray
 from pretend_device import PretendDevice, build, close, params, prompts

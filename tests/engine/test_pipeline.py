@@ -1,4 +1,4 @@
-"""The loop of a device that works by itself: plans launched ahead of what was read, and decode steps replayed."""
+"""The loop over a device that works by itself: plans are launched before earlier results are read, and steps replayed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings that transformers scales by the longest sequence of a batch: the engine's are short, the trainer's need not be."""
+"""Rotary embeddings that depend on the longest sequence of a batch: the engine's sequences are short, the trainer's may not be."""
 
 from __future__ import annotations
 

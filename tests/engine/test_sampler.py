@@ -1,4 +1,4 @@
-"""The sampler: penalties, min_tokens and log-probabilities of rows that each ask for something else."""
+"""The sampler: penalties, min_tokens and log-probabilities, where each row asks for something else."""
 
 from __future__ import annotations
 

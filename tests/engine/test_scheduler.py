@@ -1,4 +1,4 @@
-"""The scheduler on a machine that knows right from wrong: thousands of random steps, then each rule by itself."""
+"""The scheduler on a machine that can tell right from wrong: thousands of random steps, then each rule by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler line by line: an exception before any of them leaves sound books, and a step executes few."""
+"""The scheduler line by line: an exception before any line leaves its books sound, and a step executes few lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States of whole sequences: which row is whose, what is copied when, and what a scheduler makes of it."""
+"""States of whole sequences: which row belongs to whom, what is copied when, and how the scheduler uses them."""
 
 import random
 

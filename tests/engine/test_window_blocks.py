@@ -1,4 +1,4 @@
-"""Blocks of two sizes in one memory, and layers with a window that hold no more of a sequence than is still seen."""
+"""Blocks of two sizes in one memory, and layers with a window that keep only what is still seen of a sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines whose layers with a window hold no more keys than they see: numbers of the plain forward, in less memory."""
+"""Engines whose layers with a window keep only the keys they see: the plain forward's numbers, in less memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PEFT models with adapters that change something, and PEFT's own forward as what the engine has to reproduce."""
+"""PEFT models with adapters that change something, and PEFT's own forward, which the engine has to reproduce."""
 
 from __future__ import annotations
 

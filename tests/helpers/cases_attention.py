@@ -1,4 +1,4 @@
-"""Paged rows for attention tests, what they attend to in float64, and where unwritten memory is NaN."""
+"""Paged rows for attention tests, and their attention in float64. Unwritten memory is NaN."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Compiles the attention kernels for an H200, as they would be launched there, without one. Prints what each takes.
+"""Compiles the attention kernels for an H200, without one, and prints what each takes.
 
-A process of its own: where there is no CUDA device the tests have Triton interpret, and it cannot do both.
+It is a process of its own: tests without a CUDA device interpret Triton, and one process cannot do both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compiles for GPUs other than an H200, without one, what depends on the device the most. Prints what each kernel takes."""
+"""Compiles, for GPUs other than an H200 and without one, what depends on the device most. Prints what each kernel takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parent))
 from compile_attention import GPUS, Recorder, as_on, build, launches
 from compile_attention import launch as attend
 
-from stoker.kernels import attention, attention_plan, grouping, launch, linear, linear_streamed, moe
+from stoker.kernels import attention, attention_plan, grouping, launch, linear, linear_cuts, linear_streamed, moe
 from stoker.kernels.reference.fp8 import FP8
 from stoker.kernels.reference.moe import Gate
 from stoker.kernels.reference.norm_rotary import Norm
@@ -22,7 +22,7 @@ from stoker.kernels.reference.norm_rotary import Norm
 def multiply(tokens: int, narrow: bool = False) -> None:
     """By a streamed weight of Llama 3.2 1B, in 16 bits or, if narrow, in fp8: the first cut."""
     weight = 2048, 8192
-    cut = linear_streamed.cuts_to_try(tokens, weight, 2, False, launch.multiprocessors(torch.device("cpu")))[0]
+    cut = linear_cuts.cuts_to_try(tokens, weight, 2, False, launch.multiprocessors(torch.device("cpu")))[0]
     given = {"norm": None, "gated": None, "residual": None, "scale": 1.0, "cut": cut}
     make = partial(torch.empty, dtype=torch.bfloat16)
     scales = torch.empty(weight[0]) if narrow else None

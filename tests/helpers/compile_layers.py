@@ -1,4 +1,4 @@
-"""Compiles the kernels of a step but attention for an H200, in the forms that Gemma needs, without one. Prints what each takes."""
+"""Compiles a step's kernels except attention for an H200, without one, in the forms Gemma needs. Prints what each takes."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from stoker.kernels import (
     grouping,
     latent_attention,
     linear,
+    linear_cuts,
     linear_invariant,
     linear_streamed,
     lora,
@@ -37,9 +38,10 @@ from stoker.kernels import (
     sampling,
     truncation,
 )
+from stoker.kernels.reference.adapter_weights import LoraWeights
 from stoker.kernels.reference.constraints import ConstraintRows
 from stoker.kernels.reference.decode_window import Record
-from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights
+from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.moe import Gate
 from stoker.kernels.reference.norm_rotary import Norm, QKNorm
 from stoker.kernels.reference.recurrent import StateRows
@@ -70,10 +72,10 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
     for tokens in (16, 40, 128):
         streamed = partial(linear_streamed.streamed, arrived=arrived)
         down = {"norm": None, "gated": None, "residual": zeros(tokens, dim), "scale": 0.3}
-        for cut in linear_streamed.cuts_to_try(tokens, (dim, hidden), 2, False, 132):
+        for cut in linear_cuts.cuts_to_try(tokens, (dim, hidden), 2, False, 132):
             streamed(zeros(tokens, hidden), zeros(dim, hidden), None, **down, cut=cut)
         gate_up = {"norm": norm, "gated": "gelu_tanh", "residual": None, "scale": 1.0}
-        for cut in linear_streamed.cuts_to_try(tokens, (2 * hidden, dim), 2, True, 132):
+        for cut in linear_cuts.cuts_to_try(tokens, (2 * hidden, dim), 2, True, 132):
             streamed(zeros(tokens, dim), zeros(2 * hidden, dim), zeros(2 * hidden), **gate_up, cut=cut)
     for tokens in (4, 200):
         linear_invariant.linear(zeros(tokens, hidden), zeros(dim, hidden), residual=zeros(tokens, dim), scale=0.3)
@@ -119,9 +121,9 @@ def launch_fp8(dim: int, hidden: int) -> None:
     for tokens in (16, 40, 128):
         common = {"bias": None, "norm": None, "scale": 1.0, "arrived": arrived}
         up, residual = {"gated": "silu", "residual": None}, zeros(tokens, dim)
-        for cut in linear_streamed.cuts_to_try(tokens, (2 * hidden, dim), 2, True, 132):
+        for cut in linear_cuts.cuts_to_try(tokens, (2 * hidden, dim), 2, True, 132):
             linear_streamed.streamed(zeros(tokens, dim), **wide, **common, **up, cut=cut)
-        for cut in linear_streamed.cuts_to_try(tokens, (dim, hidden), 2, False, 132):
+        for cut in linear_cuts.cuts_to_try(tokens, (dim, hidden), 2, False, 132):
             linear_streamed.streamed(zeros(tokens, hidden), **deep, **common, gated=None, residual=residual, cut=cut)
     for tokens in (4, 256):
         linear_invariant.linear(zeros(tokens, dim), **wide, gated="silu")
@@ -260,7 +262,7 @@ def launch_adapters() -> None:
     ):
         adapt(2048, 64, dtype, columns=True, model=model)
         adapt(512, 512, dtype, columns=True, model=model, widths=(8192, 8192), op=gated)
-    few, half, two = (linear_streamed.Cut(*cut) for cut in ((32, 1, 1), (64, 1, 1), (32, 2, 1)))
+    few, half, two = (linear_cuts.Cut(*cut) for cut in ((32, 1, 1), (64, 1, 1), (32, 2, 1)))
     launch_inside(16, 8192, 8192, depth=2048, cuts=[half])
     launch_inside(64, 8192, 8192, depth=2048, cuts=[few._replace(rooms=2), half])
     launch_inside(128, 8192, 8192, depth=2048, cuts=[few._replace(rooms=2), half])
@@ -269,7 +271,7 @@ def launch_adapters() -> None:
     lora.Tiles.of = of  # type: ignore[method-assign]
 
 
-def launch_inside(tokens: int, *widths: int, depth: int, cuts: Sequence[linear_streamed.Cut]) -> None:
+def launch_inside(tokens: int, *widths: int, depth: int, cuts: Sequence[linear_cuts.Cut]) -> None:
     """Sixteen adapters inside the products of a model of a billion parameters, of a gate and its up if there are two widths."""
     table = LoraTable(widths, [None] * len(widths), 16, torch.device("cpu"))
     for slot in range(1, 17):

@@ -1,4 +1,4 @@
-"""Engines whose completions follow patterns, alike prompts with many of these, and what each gives alone."""
+"""Engines whose completions follow patterns; similar prompts with many of these, and what each gives alone."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Whether kernels that come up while the one before them runs touch only what they may, in kernels that Triton interprets.
+"""Whether kernels that start before the one before them has ended touch only what they may, in Triton's interpreter.
 
-The interpreter runs one launch after another, so what a kernel read too early never shows in its results. Here each launch is looked
-at as on a GPU where it would come up early, by the rules of ``stoker.kernels.launch``: until a program has called
-``await_turn`` it reads nothing that the launch just before it wrote, and writes nothing; every program calls that; none lets the
-next kernel come up before; and what it has fetched ahead is of tensors that it was given. A launch is one of Triton's, or an
-operation of torch's on something that kernels are given.
+The interpreter runs one launch after another, so results never show that a kernel read too early. Here each launch is
+checked as if it started early on a GPU, by the rules of ``stoker.kernels.launch``: until a program has called
+``await_turn``, it reads nothing that the launch just before wrote, and writes nothing; every program calls it; none lets
+the next kernel start before; and what it fetches ahead is part of tensors that it was given. A launch is one of Triton's,
+or a torch operation on something that kernels are given.
 """
 
 from __future__ import annotations

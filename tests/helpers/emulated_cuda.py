@@ -1,23 +1,22 @@
-"""A CUDA device that is emulated on a CPU: what it computes is right, and what a real one refuses, or gets wrong, fails.
+"""An emulated CUDA device on a CPU. Its results are right; what a real device refuses, or would get wrong, fails.
 
-Tensors are a CPU's; whose they are is written on their storages. Functions of torch are told ``cuda:0``, and every operation
-is looked at:
+Tensors are a CPU's, and a mark on their storage says which device they belong to. Torch's functions are told ``cuda:0``, and
+every operation is checked:
 
-- Tensors of both devices in one operation fail, and so does a Triton kernel that is given a host's.
+- Tensors of both devices in one operation fail, and so does a Triton kernel that gets a host's tensor.
 - Where the host has to wait (``item``, ``nonzero``, copies of memory that is not pinned) is noted in ``waits``.
-- A copy without blocking has arrived once the host waited for an event behind it, and not before. What it reads has to stay
-  as it is until then.
-- A graph is a list of operations, with the memory they were given. A capture runs none of them, and no host may wait in it.
-  A replay runs all on that same memory; where this was given away, or back, it fails.
-- Memory that nothing was written to yet is NaN, of the host too, and -1 where it is of integers.
-- A kernel of Triton has to have been launched before it is captured, in the form that it is then compiled in.
+- A copy without blocking arrives when the host waits for an event after it, not before. What it reads must not change until
+  then.
+- A graph is a list of operations, with the memory they were given. A capture runs none of them, and the host must not wait in
+  one. A replay runs all on that same memory, and fails if that was given away or back.
+- Memory that was not written yet is NaN, the host's too, and -1 where it is of integers.
+- A Triton kernel has to be launched before it is captured, in the form that is compiled for the capture.
 
 Triton's kernels are interpreted. There is one stream: what happens in two at once does not show.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -26,9 +25,9 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_functions import Functions, Generator, caller, is_pinned
 from emulated_graph import CUDA, HOST, POISON, DeviceFault, Graph, new_in, place, poison, put, tensors_in
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime import interpreter
 
@@ -49,18 +48,6 @@ _READS_NUMBERS = {  # of the device, be it only to know how many results there a
     aten.unique_dim.default,
 }
 _INDEXES = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}
-
-
-def _caller() -> str:
-    """The function of the package that is running."""
-    frame: Any = sys._getframe()
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith("stoker."):
-        frame = frame.f_back
-    return "" if frame is None else f" in {frame.f_globals['__name__']}.{frame.f_code.co_name}"
-
-
-def _is_pinned(tensor: Tensor) -> bool:
-    return getattr(tensor.untyped_storage(), "pinned", False)
 
 
 class EmulatedCuda:
@@ -110,14 +97,14 @@ class EmulatedCuda:
 
     def wait_unasked(self, what: str) -> None:
         if self.capturing is not None:
-            raise DeviceFault(f"{what} in a capture{_caller()}")
-        self.waits.append(what + _caller())
+            raise DeviceFault(f"{what} in a capture{caller()}")
+        self.waits.append(what + caller())
         self.wait()
 
     def copy(self, to: Tensor, source: Tensor, non_blocking: bool) -> None:
         if self.capturing is not None:
-            raise DeviceFault(f"a copy between host and device in a capture{_caller()}")
-        on_its_way = non_blocking and _is_pinned(to if place(to) == HOST else source)
+            raise DeviceFault(f"a copy between host and device in a capture{caller()}")
+        on_its_way = non_blocking and is_pinned(to if place(to) == HOST else source)
         if not on_its_way:
             self.wait_unasked("a copy of memory that is not pinned")
         with self.off(), torch.inference_mode():
@@ -182,21 +169,21 @@ class EmulatedCuda:
         places = {at for each in tensors if (at := place(each)) == CUDA or each.dim()}
         if len(places) > 1:
             of = [(str(place(each)), list(each.shape)) for each in tensors]
-            raise DeviceFault(f"{func} of tensors on {of}{_caller()}")
+            raise DeviceFault(f"{func} of tensors on {of}{caller()}")
         return places.pop() if places else HOST if tensors else self.making
 
     def load(self, kernel: Any, args: Any, kwargs: Any) -> None:
         """Of a kernel of Triton that is about to be launched: its code, which not every driver loads in a capture."""
         code = kernel.fn, _compiled_for(kernel, args, kwargs)
         if self.capturing is not None and code not in self._loaded:
-            raise DeviceFault(f"{kernel.__name__} is first launched so in a capture{_caller()}")
+            raise DeviceFault(f"{kernel.__name__} is first launched so in a capture{caller()}")
         self._loaded.add(code)
 
     def launch(self, run: Callable[..., None], executor: Any, *args: Any, **kwargs: Any) -> None:
         """Of a kernel of Triton, interpreted."""
         for each in () if self.is_off else tensors_in((args, kwargs)):
             if place(each) != CUDA and each.numel():
-                raise DeviceFault(f"{executor.fn.__name__} is given a host's tensor, {list(each.shape)}{_caller()}")
+                raise DeviceFault(f"{executor.fn.__name__} is given a host's tensor, {list(each.shape)}{caller()}")
         with self.off():
             if self.capturing is None:
                 run(executor, *args, **kwargs)
@@ -229,111 +216,6 @@ def _has_stayed(source: Tensor, before: Tensor) -> None:
     now, then = (each.reshape(-1).view(torch.uint8) for each in (source, before))  # NaN is as it was, too
     if not torch.equal(now, then):
         raise DeviceFault("the host wrote to what a copy was still reading")
-
-
-class _Functions(TorchFunctionMode):
-    """What Python is told of a tensor's device, and where it asks for tensors."""
-
-    def __init__(self, device: EmulatedCuda) -> None:
-        super().__init__()
-        self._device = device
-        own = torch.Tensor
-        self._known: dict[Any, Callable[..., Any]] = {
-            own.device.__get__: place,
-            own.is_cuda.__get__: lambda t: place(t) == CUDA,
-            own.is_cpu.__get__: lambda t: place(t) == HOST,
-            own.get_device: lambda t: 0 if place(t) == CUDA else -1,
-            own.to: self._to,
-            own.cpu: lambda t, **_: self._move(t, HOST),
-            own.cuda: lambda t, device=0, non_blocking=False, **_: self._move(t, CUDA, non_blocking),
-            own.is_pinned: lambda t, *_: _is_pinned(t),
-            own.pin_memory: lambda t, *_: _pin(put(t.clone(), HOST)),
-            own.numpy: self._numpy,
-            own.__array__: lambda t, *args, **kwargs: self._numpy(t).__array__(*args, **kwargs),
-            own.tolist: self._tolist,
-            own.new_tensor: self._new_tensor,
-            torch.as_tensor: self._as_tensor,
-            torch.asarray: self._as_tensor,
-        }
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in self._known:
-            return self._known[func](*args, **kwargs)
-        pinned = kwargs.pop("pin_memory", False)
-        asked = kwargs.get("device")
-        if asked is None or _named(asked).type == "meta":
-            out = func(*args, **kwargs)
-        else:
-            before, self._device.making = self._device.making, _named(asked)
-            try:
-                out = put(func(*args, **(kwargs | {"device": HOST})), _named(asked))
-            finally:
-                self._device.making = before
-            if func is torch.tensor and place(out) == CUDA:
-                self._device.wait_unasked("numbers of the host, for a tensor")
-        return _pin(out) if pinned else out
-
-    def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args and isinstance(args[0], Tensor):
-            args = place(args[0]), args[0].dtype, *args[1:]
-        device, dtype, flags = kwargs.pop("device", None), kwargs.pop("dtype", None), list[bool]()
-        for each in args:
-            if isinstance(each, bool):
-                flags.append(each)
-            elif isinstance(each, torch.dtype):
-                dtype = each
-            elif each is not None:
-                device = each
-        wanted = place(tensor) if device is None else _named(device)
-        dtype = tensor.dtype if dtype is None else dtype
-        non_blocking = bool(kwargs.pop("non_blocking", flags[0] if flags else False))
-        if flags[1:]:
-            kwargs["copy"] = flags[1]
-        if "meta" in (wanted.type, tensor.device.type):
-            return tensor.to(wanted, dtype, **kwargs)
-        return self._move(tensor, wanted, non_blocking).to(dtype, **kwargs)
-
-    def _move(self, tensor: Tensor, to: torch.device, non_blocking: bool = False) -> Tensor:
-        if place(tensor) == to:
-            return tensor
-        moved = put(torch.empty_like(tensor.detach()), to)
-        self._device.copy(moved, tensor.detach(), non_blocking)
-        return moved
-
-    def _numpy(self, tensor: Tensor, **kwargs: Any) -> Any:
-        if place(tensor) == CUDA:
-            raise DeviceFault(f"a device's tensor as one of numpy{_caller()}")
-        with self._device.off():
-            return tensor.numpy(**kwargs)
-
-    def _tolist(self, tensor: Tensor) -> Any:
-        if place(tensor) == CUDA:
-            self._device.wait_unasked("tolist")
-        return tensor.tolist()
-
-    def _new_tensor(self, tensor: Tensor, data: Any, **kwargs: Any) -> Tensor:
-        settings = {"device": place(tensor), "dtype": tensor.dtype} | kwargs
-        return self.__torch_function__(torch.tensor, (), (data,), settings)
-
-    def _as_tensor(self, data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
-        tensor = data if isinstance(data, Tensor) else torch.as_tensor(data, **kwargs)
-        return self._to(tensor, device=device, **kwargs)
-
-
-def _named(device: Any) -> torch.device:
-    named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    return CUDA if named.type == "cuda" else named
-
-
-def _pin(tensor: Tensor) -> Tensor:
-    tensor.untyped_storage().pinned = True
-    return tensor
-
-
-class _Generator(torch.Generator):
-    def __new__(cls, *_: Any, **__: Any) -> torch.Generator:  # type: ignore[misc]
-        return torch._C.Generator()
 
 
 class _Operations(TorchDispatchMode):
@@ -393,11 +275,11 @@ def emulated_cuda() -> Iterator[EmulatedCuda]:
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
         patch.setattr(torch.accelerator, "device_index", lambda *_: nullcontext())
-        patch.setattr(torch, "Generator", _Generator)
+        patch.setattr(torch, "Generator", Generator)
         patch.setattr(torch.Tensor, "record_stream", lambda memory, _: device.let_go.append(memory))
         patch.setattr(torch.utils.dlpack, "from_dlpack", sharing)
         patch.setattr(interpreter.InterpretedFunction, "run", launching)
         patch.setattr(interpreter.GridExecutor, "__call__", lambda *args, **kwargs: device.launch(run, *args, **kwargs))
         patch.setattr(EmulatedCuda, "now", device)
-        with _Functions(device), _Operations(device):
+        with Functions(device), _Operations(device):
             yield device

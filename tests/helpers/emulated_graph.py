@@ -1,7 +1,7 @@
-"""Whose memory a tensor is on an emulated device, and graphs of what was launched there.
+"""Which device a tensor's memory belongs to, and graphs of operations, on an emulated device.
 
-A graph is a list of operations, with the memory they were given. A capture runs none of them. A replay runs all on that
-same memory; where this was given away, or back, it fails.
+A graph is a list of operations, with the memory they were given. A capture runs none of them. A replay runs all on that same
+memory, and fails if that was given away or back.
 """
 
 from __future__ import annotations

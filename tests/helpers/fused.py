@@ -1,10 +1,10 @@
-"""Engines whose layers may be fused, and what they have to give; an activation that is none that is known."""
+"""Engines whose layers may be fused, and their expected results; an activation that nobody knows."""
 
 from __future__ import annotations
 
 import oracle
 import torch
-from families import VOCAB
+from family_fields import VOCAB
 from torch import nn
 from transformers import PreTrainedModel
 

@@ -1,4 +1,4 @@
-"""Small engines on models some of whose layers keep a state: importable by name, as the processes of ranks have to import it."""
+"""Small engines on models with layers that keep a state. Processes of ranks import it by name."""
 
 from __future__ import annotations
 

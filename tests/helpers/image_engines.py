@@ -1,4 +1,4 @@
-"""Small engines on models of images, prompts of all kinds, and what their completions are held against."""
+"""Small engines on models with images, prompts of all kinds, and what completions are compared with."""
 
 from __future__ import annotations
 

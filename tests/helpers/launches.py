@@ -1,4 +1,4 @@
-"""What a device would be given to do: operations of the engine's table, each one launch, and those of torch besides."""
+"""Counts what a device would get to do: operations of the engine's table, one launch each, and torch's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Projections with what stands before and after them: random ones, and what they have to give, in fp64."""
+"""Random projections with the norm, activation and residual around them, and their results in fp64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters over a projection, and what they come to in dense products."""
+"""Adapters over a projection, and their results as dense products."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from triton_oracle import DEVICE, assert_close, randn
 
-from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights
+from stoker.kernels.reference.adapter_weights import LoraWeights
+from stoker.kernels.reference.lora import AdapterRows, LoraTable
 
 NUM_SLOTS = 5
 

@@ -1,10 +1,11 @@
 """A machine for the scheduler to run on, without a model.
 
-In place of a KV cache there is a memory of marks. A token's mark is a hash of its own and of the mark that the block
-table names for the token before it, so a mark is right only if the whole sequence before it was, under the present
-weights. Where tokens see each other both ways, a token is to its mark what all of these are together. Tokens are drawn from marks: what a plan gets wrong shows in the marks, and in the results. Where the scheduler
-keeps states, a state is the mark of the last token, and the one before a token has to be both. Where layers with a window
-have blocks of their own, there is a second memory, and the marks that a token's window sees have to be in both.
+Instead of a KV cache there is a memory of marks. A token's mark is a hash of the token and of the mark of the token before it,
+which is found through the block table. So a mark is right only if the whole sequence before it was, under the present weights.
+Where tokens see each other both ways, all of them together count as one token. New tokens are drawn from marks: a wrong plan
+shows in the marks, and in the results. Where the scheduler keeps states, a state is the mark of the last token, and has to
+agree with the memory. Where layers with a window have blocks of their own, there is a second memory, and the marks that a
+token's window sees have to be in both.
 """
 
 from __future__ import annotations

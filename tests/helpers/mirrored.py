@@ -1,10 +1,10 @@
-"""Engines with weights of their own, and what one is held against."""
+"""Engines with weights of their own, and what these are compared with."""
 
 from __future__ import annotations
 
 import oracle
 import torch
-from families import VOCAB
+from family_fields import VOCAB
 from torch import nn
 from transformers import PreTrainedModel
 

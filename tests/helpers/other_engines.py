@@ -1,4 +1,4 @@
-"""Stand-ins of the shape of vLLM and LMDeploy: they take what those take, and nothing else.
+"""Stand-ins for vLLM and LMDeploy: they accept what those accept, and nothing else.
 
 vLLM: ``vllm/entrypoints/llm.py``. LMDeploy: ``lmdeploy/pipeline.py``, ``messages.py``, ``serve/core/async_engine.py``.
 """

@@ -1,4 +1,4 @@
-"""Sequences of random keys and values in a paged cache, and what attention has to give for them, in float64."""
+"""Sequences of random keys and values in a paged cache, and their attention in float64."""
 
 from __future__ import annotations
 

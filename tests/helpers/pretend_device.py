@@ -1,7 +1,7 @@
 """Engines on a CPU that claims to be a device working by itself: plans are launched ahead, and decode steps replayed.
 
-A replay calls what was captured again, with the tensors it was captured with: whatever a step takes from the host, or from
-a tensor that is not static, is then stale and shows.
+A replay calls what was captured again, with the tensors it was captured with. Whatever a step takes from the host, or from a
+tensor that is not static, is then out of date, and shows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import VOCAB, make_model
+from families import make_model
+from family_fields import VOCAB
 from torch import Tensor
 
 from stoker.engine.device import CpuRuntime

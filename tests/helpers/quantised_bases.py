@@ -1,4 +1,4 @@
-"""Models whose base bitsandbytes holds in 4 or 8 bits, with adapters on top: importable by name, for the processes of ranks."""
+"""Models whose base bitsandbytes holds in 4 or 8 bits, with adapters. Processes of ranks import it by name."""
 
 from __future__ import annotations
 

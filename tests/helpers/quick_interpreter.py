@@ -1,4 +1,4 @@
-"""Triton's interpreter without work that has no effect: for kernels as small as those of tests, most of what it does."""
+"""Triton's interpreter without its work that has no effect: with kernels as small as in tests, that is most of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of ranks that do other things than each other: importable by name, as the processes have to import it."""
+"""What each rank does in tests of ranks that differ from each other. The processes import it by name."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from rank_failures import told
 from ranks import noted
-from sharded import CONFIG, PROMPT, assert_matches, by_fsdp2, train
+from sharded import CONFIG, PROMPT, assert_matches, by_fsdp2, sgd, small, train
 from sharded_adapters import GREEDY, adapted
-from sharded_faults import sgd, small
 
 from stoker.rollout import RolloutEngine
 

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of a rank that fails alone: importable by name, as the processes have to import it."""
+"""What each rank does in tests of a rank that fails alone. The processes import it by name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from ranks import noted
-from sharded import CONFIG, PARAMS, PROMPT, assert_matches, by_fsdp2, by_two_meshes, train
+from sharded import CONFIG, PARAMS, PROMPT, assert_matches, by_fsdp2, by_two_meshes, sgd, small, train
 from sharded_adapters import GREEDY, adapted
-from sharded_faults import sgd, small
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from trl_setup import build

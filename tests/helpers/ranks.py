@@ -1,4 +1,7 @@
-"""Processes forked from one that has all imported; a function on several ranks of a Gloo group, and what any of them raised."""
+"""Runs a function on several ranks of a Gloo group, and raises what any of them raised.
+
+The processes are forked from one that has imported everything.
+"""
 
 from __future__ import annotations
 

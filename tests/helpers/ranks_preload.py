@@ -1,4 +1,4 @@
-"""Imported once by the server that the test processes are forked from: importing takes seconds, forking does not."""
+"""Imported once by the server that test processes are forked from: importing takes seconds, forking does not."""
 
 import contextlib
 import gc
@@ -8,6 +8,7 @@ import accelerated  # noqa: F401
 import families  # noqa: F401
 import peft  # noqa: F401
 import sharded_faults  # noqa: F401
+import sharded_gathers  # noqa: F401
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel  # noqa: F401
 import transformers.models.llama.modeling_llama

@@ -1,4 +1,4 @@
-"""Layers with a state for each sequence: random packed batches, and what they have to give, in fp64, token after token."""
+"""Layers with a state for each sequence: random packed batches, and their results in fp64, token after token."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """What compute-sanitizer looks for on a GPU, in kernels that Triton interprets.
 
-The interpreter runs programs one after another and the lanes of each all at once, fills with zeros what a load masks, and
-reads on behind the end of a tensor: none of the following ever shows in its results.
+The interpreter runs programs one after another, all lanes of each at once. It fills masked loads with zeros, and reads on
+behind the end of a tensor. So none of the following shows in its results:
 
-- An access outside of what the launch was given (or of any tensor, where addresses come out of a table of them).
-- Two accesses to one address, one of them a store, that nothing orders: of two programs, neither having waited for the
-  other by an atomic; or of two lanes of one program, with no barrier between.
+- An access outside of what the launch was given (or of any tensor, where addresses come from a table).
+- Two accesses to one address, one of them a store, in no order: of two programs, neither of which waited for the other by an
+  atomic; or of two lanes of one program, with no barrier between.
 - Lanes masked out of a load without ``other``, which hold anything on a GPU: here NaN, and large integers.
 - ``tl.multiple_of`` of a number that is not.
-- A NaN that ``tl.minimum`` and ``tl.maximum`` lose on a GPU, where the other operand comes out: so it does here.
+- A NaN that ``tl.minimum`` and ``tl.maximum`` lose on a GPU, which return the other operand: so it does here.
 - A launch that leaves it to the version of Triton whether ``a * b + c`` is rounded once or twice.
 """
 

@@ -1,4 +1,4 @@
-"""Small engines for the tests of scoring, and the plain forward and torch's own operations as what they are to give."""
+"""Small engines for the tests of scoring, and the expected scores: of the plain forward and torch's own operations."""
 
 from collections.abc import Callable, Iterator
 from functools import cache

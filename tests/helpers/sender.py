@@ -1,4 +1,4 @@
-"""The trainer's side of a transfer of weights, and an engine's, each to be run in a process of its own, or in one."""
+"""The trainer's side of a transfer of weights, and an engine's. Each can run in a process of its own."""
 
 from __future__ import annotations
 

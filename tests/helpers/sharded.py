@@ -1,4 +1,4 @@
-"""What each rank does in the tests of sharded models: importable by name, as the processes have to import it."""
+"""What each rank does in the tests of sharded models. The processes import it by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import oracle
 import torch
 import torch.distributed as dist
-from families import VOCAB, make_model
+from families import make_model
+from family_fields import VOCAB
 from ranks import noted
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,6 +31,15 @@ from stoker.rollout import (
 CONFIG = EngineConfig(kv_cache_memory="1MiB", block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
 PROMPT = [7, 3, 99, 14, 5, 62, 8, 31, 4, 4, 90, 17]
 PARAMS = SamplingParams(max_tokens=6, seed=1)
+GATE = "model.layers.0.mlp.gate_proj.weight"
+
+
+def small() -> Any:
+    return make_model("llama", num_hidden_layers=2)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def assert_matches(engine: RolloutEngine, model: PreTrainedModel) -> list[int]:
@@ -103,6 +113,20 @@ def by_checkpointing_fsdp1(model: Any) -> nn.Module:
     wrapped = by_fsdp1(model, use_orig_params=True)
     apply_activation_checkpointing(wrapped, check_fn=lambda m: isinstance(m, kind))
     return wrapped
+
+
+def cut_as_zero3(model: nn.Module, twin: nn.Module) -> None:
+    """Leave of the model's parameters this rank's part of the twin's."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    parameter: Any
+    for whole, parameter in zip(twin.parameters(), model.parameters(), strict=True):
+        flat = whole.detach().reshape(-1)
+        length = -(-flat.numel() // ranks)
+        padded = torch.cat([flat, flat.new_full((length * ranks - flat.numel(),), float("nan"))])
+        parameter.data = parameter.data.new_empty(0)
+        parameter.ds_tensor = padded[rank * length : (rank + 1) * length].clone()
+        parameter.ds_shape, parameter.ds_numel = whole.shape, whole.numel()
+        parameter.ds_process_group = dist.group.WORLD
 
 
 def by_ddp(model: Any) -> nn.Module:

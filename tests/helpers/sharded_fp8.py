@@ -1,4 +1,4 @@
-"""What each rank does in the tests of sharded models whose engine has weights in fp8: importable by name."""
+"""What each rank does in the tests of sharded models whose engine has weights in fp8. The processes import it by name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import torch.distributed as dist
 from families import make_model
 from ranks import noted
 from rounding import names_of, rounded, rounded_base
-from sharded import CONFIG, PARAMS, PROMPT, train
+from sharded import CONFIG, PARAMS, PROMPT, cut_as_zero3, train
 from sharded_adapters import adapted
-from sharded_faults import cut_as_zero3
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of sharded models on prompts with images: importable by name."""
+"""What each rank does in the tests of sharded models on prompts with images. The processes import it by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of sharded models in 4 bits: importable by name, as the processes have to import it."""
+"""What each rank does in the tests of sharded models in 4 bits. The processes import it by name."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from quantised_bases import adapted, quantised
 from ranks import noted
 from sharded import CONFIG, by_fsdp1, by_fsdp2
 from sharded_adapters import assert_like, by_peft_policy, optimizer_of, train
-from sharded_faults import Peak, keep_nothing, watched
+from sharded_gathers import watched
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from trl_setup import build, logged
 
+from stoker.benchmarks.footprint import Peak, keep_nothing
 from stoker.kernels.reference import checksum
 from stoker.rollout import RolloutEngine, UnsupportedModelError, WeightsMismatchError
 from stoker.weight_sync.source import source_for

@@ -2,7 +2,7 @@
 
 import oracle
 import torch
-from families import VOCAB
+from family_fields import VOCAB
 from torch import nn
 from transformers import PreTrainedModel
 

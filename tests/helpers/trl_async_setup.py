@@ -1,13 +1,14 @@
 """TRL's AsyncGRPOTrainer on a CPU.
 
-Its training forward runs on a GPU kernel, it asks for the GPU's name, and it parses completions by templates of real
-models; plain stand-ins take the place of these three. All else is TRL's own.
+Stand-ins replace three things: the GPU kernel of its training forward, the GPU's name, and the templates of real models by
+which it parses completions. All else is TRL's own.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,14 +82,19 @@ OPTIONS: dict[str, Any] = {
 
 
 def saved_model(paths: pytest.TempPathFactory) -> str:
-    """For a fixture: the folder of a model, as the trainer takes it."""
+    """The folder of a model, as the trainer takes it."""
     path = paths.mktemp("model")
     make_model().save_pretrained(path)
     return str(path)
 
 
-def async_trainers(folder: str, output_dir: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """For a fixture: builds trainers that have their rollouts and no engine yet, and detaches in the end."""
+@pytest.fixture(scope="module", name="folder")
+def a_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved_model(tmp_path_factory)
+
+
+def trainers(folder: str, output_dir: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Builds trainers that have their rollouts and no engine yet, and detaches in the end."""
     from datasets import Dataset
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
@@ -126,6 +132,11 @@ def async_trainers(folder: str, output_dir: str, monkeypatch: pytest.MonkeyPatch
             rollouts.detach()
 
 
+@pytest.fixture(name="make")
+def async_trainers(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    yield from trainers(folder, str(tmp_path), monkeypatch)
+
+
 def threads() -> set[str]:
     return {t.name for t in threading.enumerate() if t.name.startswith(("stoker-async", "stoker-steps"))}
 
@@ -145,7 +156,7 @@ def train_under_ddp(rank: int, folder: str, output_dir: str) -> dict[str, Any]:
     from stoker.integrations.trl_async import AsyncRollouts
 
     launched()
-    made = async_trainers(folder, output_dir, pytest.MonkeyPatch())
+    made = trainers(folder, output_dir, pytest.MonkeyPatch())
     rollouts = AsyncRollouts(count_a, config=EngineConfig(kv_cache_memory="4MiB"))
     trainer = next(made)(count_a, rollouts, per_device_train_batch_size=4, ddp_backend="gloo")
     rollouts.attach(trainer)

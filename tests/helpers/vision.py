@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from families import _COMMON, _DELTA_RULE, _ROUTED, FAMILIES, HYBRIDS, VOCAB, _rope, randomise, skip_where_broken
+from families import randomise, skip_where_broken
+from family_fields import COMMON, DELTA_RULE, EXPERTS, FAMILIES, HYBRIDS, VOCAB, rope
 from oracle import is_greedy
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, PreTrainedModel
 
@@ -114,10 +115,10 @@ _QWEN3_TOWER = {
 
 KINDS: dict[str, Kind] = {
     "qwen2_vl": _qwen(
-        {"rope_parameters": _rope(mrope_section=[2, 2, 2])}, {"embed_dim": 32, "hidden_size": 48, "mlp_ratio": 2}
+        {"rope_parameters": rope(mrope_section=[2, 2, 2])}, {"embed_dim": 32, "hidden_size": 48, "mlp_ratio": 2}
     ),
     "qwen2_5_vl": _qwen(
-        {"rope_parameters": _rope(mrope_section=[2, 2, 2])},
+        {"rope_parameters": rope(mrope_section=[2, 2, 2])},
         {
             "hidden_size": 32,
             "intermediate_size": 48,
@@ -127,12 +128,12 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "qwen3_vl": _qwen(
-        {"head_dim": 16, "rope_parameters": _rope(mrope_section=[4, 2, 2], mrope_interleaved=True)}, _QWEN3_TOWER
+        {"head_dim": 16, "rope_parameters": rope(mrope_section=[4, 2, 2], mrope_interleaved=True)}, _QWEN3_TOWER
     ),
     "qwen3_vl_moe": _qwen(
         {
             "head_dim": 16,
-            "rope_parameters": _rope(mrope_section=[4, 2, 2], mrope_interleaved=True),
+            "rope_parameters": rope(mrope_section=[4, 2, 2], mrope_interleaved=True),
             "moe_intermediate_size": 32,
             "num_experts": 4,
             "num_experts_per_tok": 2,
@@ -140,18 +141,18 @@ KINDS: dict[str, Kind] = {
         _QWEN3_TOWER,
     ),
     "qwen3_5": _qwen(
-        _DELTA_RULE
-        | {"rope_parameters": _rope(partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)},
+        DELTA_RULE
+        | {"rope_parameters": rope(partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)},
         {name: value for name, value in _QWEN3_TOWER.items() if not name.startswith("deepstack")},
     ),
     "qwen3_5_moe": _qwen(
-        _DELTA_RULE
-        | _ROUTED
-        | {"rope_parameters": _rope(partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)},
+        DELTA_RULE
+        | EXPERTS
+        | {"rope_parameters": rope(partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)},
         {name: value for name, value in _QWEN3_TOWER.items() if not name.startswith("deepstack")},
     ),
     "glm4v": Kind(
-        {"rope_parameters": _rope(partial_rotary_factor=0.5, mrope_section=[1, 1, 1])},
+        {"rope_parameters": rope(partial_rotary_factor=0.5, mrope_section=[1, 1, 1])},
         _PATCH | {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 48, "image_size": 16},
         _grid,
         _IDS | {"image_start_token_id": BEGIN, "image_end_token_id": END},
@@ -236,7 +237,7 @@ def make_model(kind: str, seed: int = 0, *, ids: dict[str, int] | None = None, *
     """
     skip_where_broken(f"{kind}+images")
     made = (KINDS | BIDIRECTIONAL)[kind]
-    text = _COMMON | made.text | overrides
+    text = COMMON | made.text | overrides
     config = AutoConfig.for_model(kind, text_config=text, vision_config=made.vision, **made.rest | (ids or {}))
     config.tie_word_embeddings = config.text_config.tie_word_embeddings = text["tie_word_embeddings"]
     config.eos_token_id = config.text_config.eos_token_id = text["eos_token_id"]

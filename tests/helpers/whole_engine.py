@@ -1,8 +1,8 @@
-"""A trainer and an engine on its model, in any order of doing things, and the plain forward as what every token has to be of.
+"""A trainer and an engine on its model, which do anything in any order, and the plain forward that every token has to come from.
 
-A witness writes down under which weights each request's keys and values were computed, plan by plan. Where weights changed in
-between and these were kept, the plain forward goes over the same tokens with a cache of its own, under the old weights and then
-under the new ones.
+A witness notes, plan by plan, under which weights each request's keys and values were computed. Where weights changed in
+between and these were kept, the plain forward goes over the same tokens with a cache of its own, under the old weights and
+then under the new ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from adapted import shake, state_dict, with_lora
-from families import VOCAB, draw, make_model
+from families import draw, make_model
+from family_fields import VOCAB
 from torch import Tensor
 
 from stoker.engine.batch import Batch

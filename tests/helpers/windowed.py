@@ -1,4 +1,4 @@
-"""Engines on models whose layers have a window, on memory in which whatever is free is NaN."""
+"""Engines on models whose layers have a window. All free memory is NaN."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from families import HYBRIDS, draw, make_model
+from families import draw, make_model
+from family_fields import HYBRIDS
 
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 

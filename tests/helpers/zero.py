@@ -1,4 +1,4 @@
-"""What each rank does in the tests of models that DeepSpeed trains: importable by name, as the processes have to import it."""
+"""What each rank does in the tests of models that DeepSpeed trains. The processes import it by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from families import VOCAB, make_model
+from families import make_model
+from family_fields import VOCAB
 from ranks import noted
 from sharded import CONFIG, PARAMS, PROMPT
 from torch import nn

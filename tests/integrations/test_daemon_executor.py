@@ -17,7 +17,7 @@ def fail() -> None:
 
 
 def test_calls_run_at_the_same_time_and_threads_serve_again() -> None:
-    threads, together = DaemonExecutor("calls"), threading.Barrier(3, timeout=30)
+    threads, together = DaemonExecutor(), threading.Barrier(3, timeout=30)
     for _ in range(4):
         assert sorted(f.result(30) for f in [threads.submit(together.wait) for _ in range(3)]) == [0, 1, 2]
         time.sleep(0.05)
@@ -32,10 +32,10 @@ def test_calls_run_at_the_same_time_and_threads_serve_again() -> None:
 
 def test_asyncio_takes_them_for_its_own_calls() -> None:
     async def where() -> str:
-        asyncio.get_running_loop().set_default_executor(DaemonExecutor("calls"))
+        asyncio.get_running_loop().set_default_executor(DaemonExecutor())
         return await asyncio.to_thread(lambda: threading.current_thread().name)
 
-    assert asyncio.run(where()) == "calls"
+    assert asyncio.run(where()) == "stoker-user-functions"
 
 
 def test_a_process_exits_though_a_call_does_not_return() -> None:
@@ -43,7 +43,7 @@ def test_a_process_exits_though_a_call_does_not_return() -> None:
 import threading
 from stoker.integrations.daemon_executor import DaemonExecutor
 begun, never = threading.Event(), threading.Event()
-DaemonExecutor("calls").submit(lambda: (begun.set(), never.wait()))
+DaemonExecutor().submit(lambda: (begun.set(), never.wait()))
 begun.wait()
 print("exits")
 """

@@ -1,4 +1,4 @@
-"""The pieces of a PPO loop against recursions written out by hand, the loop itself, and transformers' ``generate_batch``."""
+"""The parts of a PPO loop against recursions written out by hand; the loop itself; and transformers' ``generate_batch``."""
 
 from __future__ import annotations
 

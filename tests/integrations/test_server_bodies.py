@@ -1,4 +1,4 @@
-"""What the HTTP server reads of requests: not more than a model has use for, and images from elsewhere not for ever."""
+"""What the HTTP server reads of a request: no more than a model can use, and it does not wait for images for ever."""
 
 from __future__ import annotations
 

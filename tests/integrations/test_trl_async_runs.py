@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures.thread import _threads_queues  # type: ignore[attr-defined]
 from dataclasses import replace
@@ -19,7 +18,7 @@ from typing import Any
 
 import pytest
 from transformers import TrainerCallback
-from trl_async_setup import Make, async_trainers, count_a, record, saved_model, threads
+from trl_async_setup import Make, a_folder, async_trainers, count_a, record, threads  # noqa: F401
 from trl_setup import EOS, logged
 
 pytest.importorskip("trl", reason="TRL is not installed")
@@ -29,16 +28,6 @@ from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
 from stoker.integrations import trl_async
 from stoker.integrations.trl_async import AsyncRollouts
 from stoker.rollout import EngineConfig, EngineStateError
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return saved_model(tmp_path_factory)
-
-
-@pytest.fixture
-def make(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    yield from async_trainers(folder, str(tmp_path), monkeypatch)
 
 
 def look_often(trainer: Any) -> None:

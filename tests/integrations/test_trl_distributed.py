@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import accelerated
 import pytest
 import ranks
+import sharded_trl
 import torch
 import trl_async_setup
 from trl_setup import LOGPROB_TOLERANCE
@@ -15,7 +15,7 @@ pytest.importorskip("trl", reason="TRL is not installed")
 
 
 def test_two_processes_train_one_policy(tmp_path: Path) -> None:
-    first, second = ranks.run(accelerated.train_one_policy, 2, str(tmp_path))
+    first, second = ranks.run(sharded_trl.train_one_policy, 2, str(tmp_path))
     assert first["wrapper"] == second["wrapper"] == "DistributedDataParallel"
     assert second["seed"] == first["seed"] + 1
     assert first["version"] == second["version"] >= 3
@@ -53,21 +53,21 @@ def test_the_main_process_samples_for_all_that_train_asynchronously(
     ],
 )
 def test_every_rank_samples_from_the_whole_model(tmp_path: Path, how: str, kind: str) -> None:
-    first, second = ranks.run(accelerated.trl, 2, how, str(tmp_path), kind)
+    first, second = ranks.run(sharded_trl.train, 2, how, str(tmp_path), kind)
     for found in (first, second):
-        accelerated.assert_trained(found, "aliased" if how == "ddp" else "mirror")
+        sharded_trl.assert_trained(found, "aliased" if how == "ddp" else "mirror")
     # Halves of the same groups, or prompts of each rank's own.
     assert (first["prompts"] == second["prompts"]) == (kind in ("grpo", "rloo"))
 
 
 def test_shards_that_are_others_in_evaluation(tmp_path: Path) -> None:
     """They come and go within a step, which nobody could see of shards."""
-    found, _ = ranks.run(accelerated.evaluate_others, 2, str(tmp_path))
+    found, _ = ranks.run(sharded_trl.evaluate_others, 2, str(tmp_path))
     assert [trains for trains, _ in found] == [True, False] * 2
     assert max(difference for _, difference in found) < LOGPROB_TOLERANCE
 
 
 def test_parameters_that_fsdp_makes_fp32_leave_the_engine_in_the_dtype_of_the_forward(tmp_path: Path) -> None:
-    for found in ranks.run(accelerated.trl_in_bfloat16, 2, "fsdp2", str(tmp_path)):
+    for found in ranks.run(sharded_trl.train_in_bfloat16, 2, "fsdp2", str(tmp_path)):
         assert found["dtypes"] == ({torch.float32}, torch.bfloat16)
         assert found["same"] and found["trained"] and found["verified"]

@@ -1,4 +1,4 @@
-"""TRL's trainers where a run does not go to its end, or a callback detaches: what was asked for happens, and nothing is left."""
+"""TRL runs that end early, or detach in a callback: what was asked for happens, and nothing is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What looks at kernels that come up early finds each way to break their rules, and nothing where they are kept."""
+"""The checks of kernels that start early find each way to break the rules, and nothing where the rules are kept."""
 
 from __future__ import annotations
 

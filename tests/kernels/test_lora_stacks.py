@@ -1,4 +1,4 @@
-"""Adapters on a CPU, where few tokens of many go through copies of their matrices side by side, against dense products."""
+"""Adapters on a CPU, which copies matrices side by side for a few tokens of many adapters, against dense products."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from triton_oracle import DEVICE, assert_close, randn, unwritten_is_nan  # noqa:
 
 from stoker.kernels.ops import REFERENCE
 from stoker.kernels.reference import lora_stacks
-from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights
+from stoker.kernels.reference.adapter_weights import LoraWeights
+from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.lora_pieces import Bags, OneByOne, Together
 from stoker.kernels.reference.lora_stacks import Stacks
 

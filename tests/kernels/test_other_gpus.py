@@ -1,4 +1,4 @@
-"""GPUs other than an H200, the only one that the kernels have run on: which can run them, and launches that fit there."""
+"""GPUs other than an H200, the only one the kernels have run on: which can run them, and that launches fit there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sanitizer finds what it is there for, and nothing in a kernel that has none of it."""
+"""The sanitizer finds each kind of fault, and nothing in a kernel without any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of Triton's attention: which rows share a beginning, what is refilled and advanced, and whose bits depend on whom."""
+"""Plans of Triton's attention: which rows share a beginning, what is refilled and advanced, and what numbers depend on."""
 
 from __future__ import annotations
 

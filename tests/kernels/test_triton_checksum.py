@@ -1,4 +1,4 @@
-"""Checksums by one kernel are those of the torch reference, number by number, for tensors of any kind."""
+"""Checksums by one kernel equal the torch reference's, for tensors of any kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies by one kernel are torch's, whatever lies where, and what autograd has saved is known to be written to."""
+"""Copies by one kernel equal torch's, however tensors lie, and autograd notices writes to what it has saved."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.nn.functional as F
-from families import ROUTED, experts_modules, make_model
+from families import experts_modules, make_model
+from family_fields import ROUTED
 from torch import Tensor
 from triton_oracle import DEVICE, DTYPES, assert_close, randn, unwritten_is_nan  # noqa: F401
 
@@ -20,8 +21,9 @@ from stoker.engine.layers import experts as interface
 from stoker.kernels import grouping
 from stoker.kernels import moe as triton_moe
 from stoker.kernels.ops import REFERENCE, Ops
+from stoker.kernels.reference.adapter_weights import LoraWeights
 from stoker.kernels.reference.fp8 import FP8, dequantise_rows
-from stoker.kernels.reference.lora import LoraTable, LoraWeights
+from stoker.kernels.reference.lora import LoraTable
 from stoker.kernels.reference.moe import ExpertAdapters, Gate
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
-from families import ROUTED, VOCAB, make_model
+from families import make_model
+from family_fields import ROUTED, VOCAB
 from linears import EPS, HF_NAMES, expected_norm
 from torch import Tensor
 from transformers.activations import ACT2FN

@@ -22,7 +22,8 @@ from triton_oracle import (
 from stoker.kernels.grouping import most_tiles, order_by_group
 from stoker.kernels.lora import tiles_by_slot
 from stoker.kernels.ops import REFERENCE, Ops
-from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights, PointerBlock, expert_slots
+from stoker.kernels.reference.adapter_weights import LoraWeights
+from stoker.kernels.reference.lora import AdapterRows, LoraTable, PointerBlock, expert_slots
 from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Norm
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.weight_sync.peft_adapters import by_expert

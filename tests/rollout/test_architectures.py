@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from stoker.engine.layers import fused_layers
+from stoker.engine.layers.fused_moe import is_mixture
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
@@ -91,7 +93,12 @@ def taken_over(
     mixtures: list[int] = []
     with monkeypatch.context() as patch:
         take_over = fused_layers.take_over_mixtures
-        patch.setattr(fused_layers, "take_over_mixtures", lambda *args: mixtures.append(take_over(*args)))
+
+        def counted(module: nn.Module, *args: Any) -> None:
+            take_over(module, *args)
+            mixtures.append(sum(map(is_mixture, module.modules())))
+
+        patch.setattr(fused_layers, "take_over_mixtures", counted)
         with RolloutEngine(model, config=CONFIG) as engine:
             yield engine, (engine.stats().fused_layers, sum(mixtures))
 

@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from families import VOCAB
+from family_fields import VOCAB
 from small_engine import llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (

@@ -11,7 +11,8 @@ from functools import partial
 import pytest
 import torch
 from adapted import expected_tokens, peft_model, tokens
-from families import REFUSED, VOCAB, make_model
+from families import make_model
+from family_fields import REFUSED, VOCAB
 from peft import IA3Config, LoraConfig, get_peft_model
 from small_engine import llama
 from torch import nn

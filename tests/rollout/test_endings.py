@@ -10,7 +10,8 @@ import oracle
 import pytest
 import tokenizer_kinds
 import torch
-from families import VOCAB, make_model
+from families import make_model
+from family_fields import VOCAB
 from small_engine import (
     EOS,
     GREEDY,

@@ -5,7 +5,8 @@ from functools import cache
 import oracle
 import pytest
 import torch
-from families import FAMILIES, HYBRIDS, REFUSED, draw, make_model
+from families import draw, make_model
+from family_fields import FAMILIES, HYBRIDS, REFUSED
 from torch import nn
 from transformers import PreTrainedModel
 

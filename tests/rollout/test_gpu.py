@@ -11,7 +11,8 @@ import pytest
 import torch
 import vision
 import windowed
-from families import FAMILIES, VOCAB, make_model
+from families import make_model
+from family_fields import FAMILIES, VOCAB
 from tokenizer_kinds import tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import VOCAB, WINDOW, make_config, randomise
+from families import make_config, randomise
+from family_fields import VOCAB, WINDOW
 from machine import Machine, make_group, make_images, make_scheduler, make_spec
 from pretend_device import STATIC, PretendDevice
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import VOCAB
+from family_fields import VOCAB
 from live_setup import PROMPTS, at_rest, build, check_logprobs, long, nudge, same
 
 from stoker.engine.request import Request

@@ -9,7 +9,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from families import FAMILIES, HYBRIDS, make_model, randomise
+from families import make_model, randomise
+from family_fields import FAMILIES, HYBRIDS
 from trl_setup import EOS, LOGPROB_TOLERANCE, PROMPTS, MakeTrainer, make_tokenizer, trainers
 
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams

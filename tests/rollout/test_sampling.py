@@ -6,7 +6,7 @@ from dataclasses import replace
 import oracle
 import pytest
 import torch
-from families import VOCAB
+from family_fields import VOCAB
 from small_engine import (
     CROWD,
     GREEDY,

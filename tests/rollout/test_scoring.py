@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from families import FAMILIES, VOCAB, draw, make_config, make_model
+from families import draw, make_config, make_model
+from family_fields import FAMILIES, VOCAB
 from scored import check, clean_engine, engine_of, model_of, shared_engine  # noqa: F401
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast

@@ -5,7 +5,8 @@ import re
 
 import pytest
 import torch
-from families import VOCAB, draw, make_model
+from families import draw, make_model
+from family_fields import VOCAB
 from scored import check, clean_engine, engine_of, model_of, shared_engine  # noqa: F401
 
 from stoker.rollout import EngineStateError, InvalidRequestError, RequestFailedError, SamplingParams

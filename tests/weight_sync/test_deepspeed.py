@@ -7,6 +7,7 @@ from pathlib import Path
 import accelerated
 import pytest
 import ranks
+import sharded_trl
 import torch
 import zero
 
@@ -42,13 +43,13 @@ def test_under_accelerate(stage: int, source: str):
 def test_grpo(stage: int, source: str, tmp_path: Path):
     """DeepSpeed takes the model over after ``attach``: what was moved side by side lies in its buffers then, or in parts."""
     pytest.importorskip("trl", reason="TRL is not installed")
-    for found in ranks.run(accelerated.trl, 2, f"zero {stage}", str(tmp_path)):
-        accelerated.assert_trained(found, source)
+    for found in ranks.run(sharded_trl.train, 2, f"zero {stage}", str(tmp_path)):
+        sharded_trl.assert_trained(found, source)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_grpo_on_a_model_that_deepspeed_casts(stage: int, tmp_path: Path):
     pytest.importorskip("trl", reason="TRL is not installed")
-    for found in ranks.run(accelerated.trl_in_bfloat16, 2, f"zero {stage}", str(tmp_path)):
+    for found in ranks.run(sharded_trl.train_in_bfloat16, 2, f"zero {stage}", str(tmp_path)):
         assert found["dtypes"] == ({torch.bfloat16}, torch.bfloat16)
         assert found["same"] and found["trained"] and found["verified"]

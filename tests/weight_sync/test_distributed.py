@@ -9,6 +9,7 @@ import pytest
 import ranks
 import sharded
 import sharded_faults
+import sharded_gathers
 
 
 @pytest.mark.parametrize("world_size", sharded.WRAPPERS)
@@ -38,21 +39,21 @@ def test_a_step_under_accelerate_while_fsdp2_has_the_model_gathered():
 
 
 def test_pieces_of_zero3():
-    ranks.run(sharded_faults.pieces_of_zero3, 3)
+    ranks.run(sharded_gathers.pieces_of_zero3, 3)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_shards_in_host_memory_and_a_mirror_that_sleeps(world_size):
-    ranks.run(sharded_faults.offloaded, world_size)
+    ranks.run(sharded_gathers.offloaded, world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_forward_that_leaves_the_whole_model_there(world_size):
-    ranks.run(sharded_faults.gathered_by_a_forward, world_size)
+    ranks.run(sharded_gathers.gathered_by_a_forward, world_size)
 
 
 def test_a_rank_that_generates_alone_after_a_forward_leaves_what_it_gathered():
-    ranks.run(sharded_faults.alone_after_a_forward, 2)
+    ranks.run(sharded_gathers.alone_after_a_forward, 2)
 
 
 def test_groups_of_a_world_that_is_no_more_are_let_go(tmp_path):
@@ -77,7 +78,7 @@ def test_a_rank_that_is_lost_ends_an_update_with_an_error(how):
 
 def test_what_one_rank_refuses_no_rank_takes():
     other, own = ranks.run(sharded_faults.refuse_on_one, 2)
-    assert other.startswith("another rank refused") and own.startswith(f"{sharded_faults.GATE} holds NaN")
+    assert other.startswith("another rank refused") and own.startswith(f"{sharded.GATE} holds NaN")
 
 
 def test_a_rank_whose_model_is_another_one_now_is_waited_for_by_none():
@@ -85,7 +86,7 @@ def test_a_rank_whose_model_is_another_one_now_is_waited_for_by_none():
     assert [message.partition(":")[0] for message in own] == [
         "the model has another shape than the engine was built for",
         "the ranks hold parts of other tensors each, as after one of them alone changed its model",
-        f"parameter {sharded_faults.GATE} is partitioned by ZeRO-3 and its part is not in memory (NVMe offload?)",
+        f"parameter {sharded.GATE} is partitioned by ZeRO-3 and its part is not in memory (NVMe offload?)",
     ]
     assert other[1] == own[1] and all(other[i].startswith("another rank refused") for i in (0, 2))
 
@@ -99,9 +100,9 @@ def test_a_rank_that_is_not_ready_is_waited_for_by_none():
 
 
 def test_one_changed_tensor_is_named_and_moved_alone():
-    (named, moved, scrambled), (same, moved_too, whole) = ranks.run(sharded_faults.change_one, 2)
-    weight = dict(sharded_faults.small().named_parameters())[sharded_faults.GATE]
-    assert named == same == (sharded_faults.GATE,) == scrambled and whole == ()
+    (named, moved, scrambled), (same, moved_too, whole) = ranks.run(sharded_gathers.change_one, 2)
+    weight = dict(sharded.small().named_parameters())[sharded.GATE]
+    assert named == same == (sharded.GATE,) == scrambled and whole == ()
     assert moved == moved_too == weight.nbytes
 
 
@@ -119,7 +120,7 @@ def test_fsdp1_over_tensor_parallelism_is_refused():
 
 @pytest.mark.parametrize("memory_bytes", [2**21, 2**22])
 def test_a_gather_takes_what_it_may_besides_the_mirror_and_no_more(memory_bytes):
-    peaks, gathered, mirrors = zip(*ranks.run(sharded_faults.take_little, 2, memory_bytes), strict=True)
+    peaks, gathered, mirrors = zip(*ranks.run(sharded_gathers.take_little, 2, memory_bytes), strict=True)
     # Two are under way at a time, each in a buffer and in Gloo's own memory, of which it takes less where ranks wait: what
     # the system sees is at the most so much.
     assert 0.9 * memory_bytes < 4 * max(gathered) <= memory_bytes

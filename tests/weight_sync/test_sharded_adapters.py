@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import accelerated
 import pytest
 import ranks
+import sharded_adapter_faults
 import sharded_adapters
+import sharded_trl
 
 
 @pytest.mark.parametrize("world_size", sharded_adapters.CASES)
@@ -58,8 +59,8 @@ def test_grpo(tmp_path: Path, how: str, by_config: bool, beta: float):
     pytest.importorskip("trl", reason="TRL is not installed")
     if how == "zero 3":
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    for found in ranks.run(accelerated.trl, 2, how, str(tmp_path), "grpo", True, by_config, beta):
-        accelerated.assert_trained(found, "aliased" if how == "ddp" else "mirror", kept=True)
+    for found in ranks.run(sharded_trl.train, 2, how, str(tmp_path), "grpo", True, by_config, beta):
+        sharded_trl.assert_trained(found, "aliased" if how == "ddp" else "mirror", kept=True)
 
 
 def test_an_engine_in_a_wider_dtype():
@@ -67,8 +68,8 @@ def test_an_engine_in_a_wider_dtype():
 
 
 def test_what_is_refused_on_one_rank_is_on_all():
-    ranks.run(sharded_adapters.refused, 2)
+    ranks.run(sharded_adapter_faults.refused, 2)
 
 
 def test_odds_and_ends():
-    ranks.run(sharded_adapters.odds_and_ends, 2)
+    ranks.run(sharded_adapter_faults.odds_and_ends, 2)

@@ -1,0 +1,194 @@
+"""What each rank does in the tests of what a gather moves, takes and leaves behind. The processes import it by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded import CONFIG, GATE, PARAMS, PROMPT, assert_matches, by_fsdp2, cut_as_zero3, sgd, small, train
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from stoker.benchmarks.footprint import Peak, keep_nothing
+from stoker.kernels.reference import checksum
+from stoker.rollout import EngineStateError, RolloutEngine, UnsupportedModelError
+from stoker.weight_sync import gather
+from stoker.weight_sync.mirrored_source import MirroredSource
+from stoker.weight_sync.source import source_for
+
+
+def gathered_by_a_forward(rank: int) -> None:
+    """FSDP2 that leaves a whole model behind where no backward follows: that is no model to run on, nor to lay out anew."""
+    twin, model = small(), by_fsdp2(small(), reshard=False)
+    optimizers = sgd(twin), sgd(model)
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(input_ids=torch.tensor([PROMPT]))
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+
+    forward()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert isinstance(engine._binding.source, MirroredSource)
+        for step in range(1, 3):
+            for one, optimizer in zip((twin, model), optimizers, strict=True):
+                train(one, optimizer, step)
+            assert engine.update_weights() == step
+            forward()
+            assert set(assert_matches(engine, twin)) == {step} and engine.verify_weights().ok
+            forward()
+            engine.sleep(level=2)
+            engine.wake_up()
+            assert set(assert_matches(engine, twin)) == {step}
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        torch.testing.assert_close(whole, twin.get_parameter(name), rtol=0, atol=1e-5)
+
+
+def alone_after_a_forward(rank: int) -> None:
+    """One rank generates, or takes weights from elsewhere, while FSDP2 has a model gathered: it stays so on every rank."""
+    twin, model = small(), by_fsdp2(small(), reshard=False)
+    optimizers = sgd(twin), sgd(model)
+
+    def gathered() -> None:
+        with torch.no_grad():
+            model(input_ids=torch.tensor([PROMPT]))
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+
+    with RolloutEngine(model, config=CONFIG) as engine:
+        for step in range(1, 3):
+            gathered()
+            engine.sleep(level=step + 1)  # at the second step without its numbers
+            engine.wake_up()
+            if rank == 0:
+                if step == 2:
+                    engine.update_weights(twin.state_dict())
+                assert_matches(engine, twin)
+            assert not any(isinstance(p, DTensor) for p in model.parameters())
+            for one, optimizer in zip((twin, model), optimizers, strict=True):
+                train(one, optimizer, step)  # here that rank would gather alone, and wait for the others
+            engine.update_weights()
+            assert_matches(engine, twin)
+
+
+def change_one(rank: int) -> tuple[tuple[str, ...], int, tuple[str, ...]]:
+    """(what differs after one element on rank 1 changed, bytes its update moves, what differs with a scrambled mirror)."""
+    model = by_fsdp2(small())
+    with RolloutEngine(model, config=CONFIG) as engine:
+        parameter = dict(model.named_parameters())[GATE]
+        assert isinstance(parameter, DTensor)
+        if rank == 1:
+            parameter.to_local().detach()[0, 0] += 1
+        for _ in range(rank):  # as many rollouts as each likes: none of them communicates
+            engine.generate_batch([PROMPT], PARAMS)
+        differs = engine.verify_weights().mismatched
+        engine.update_weights()
+        moved = engine.stats().last_update_bytes
+        assert engine.verify_weights().ok
+        source = engine._binding.source
+        assert isinstance(source, MirroredSource) and source.mirror is not None
+        if rank == 0:
+            source.mirror.tensors[GATE].copy_(source.mirror.tensors[GATE].flip(0).clone())
+        return differs, moved, engine.verify_weights().mismatched
+
+
+@contextmanager
+def watched(rank: int) -> Iterator[list[int]]:
+    """Bytes of what each gather fills."""
+    collective, gathered = gather.all_gather, list[int]()
+
+    def in_place(whole: torch.Tensor, share: torch.Tensor, **fields: Any) -> Any:
+        gathered.append(whole.nbytes)
+        assert share.data_ptr() == whole.data_ptr() + rank * share.nbytes, (
+            "NCCL wants it there, or elsewhere altogether"
+        )
+        return collective(whole, share, **fields)
+
+    with mock.patch.object(gather, "all_gather", in_place):
+        yield gathered
+
+
+def take_little(rank: int, memory_bytes: int) -> tuple[int, int, int]:
+    """(what an update takes at the most besides the mirror, largest gather, bytes of the mirror).
+
+    The first is all that the system sees, Gloo's own memory too.
+    """
+    keep_nothing()
+    checksum._LOT_BYTES = 2**13
+    model = nn.Sequential(*(nn.Linear(256, 1000) for _ in range(6)))
+    model.experts = nn.Parameter(torch.randn(3, 800, 512))  # three rows for two ranks, of more than a bucket each
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    source = source_for(model, gather_bytes=memory_bytes)
+    source.tensors()
+    for value in (1.0, 2.0):  # at first some things are made that stay
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+        peak = Peak("cpu")
+        with watched(rank) as gathered:
+            assert source.pull() == sum(p.numel() * 4 for p in model.parameters())
+        took = peak.extra()
+        assert all((t == value).all() for t in source.tensors().values())
+    peak = Peak("cpu")
+    torch.ones(2**22)
+    assert peak.extra() > 2**23, "the system sees no peaks"
+    return took, max(gathered), source.nbytes
+
+
+def pieces_of_zero3(rank: int) -> None:
+    """Parameters as ZeRO-3 leaves them: empty, with a flat part of each, padded, on every rank."""
+    twin, model = small(), small()
+    offloaded = small().to("meta")  # which stands for a device, with the parts in host memory
+    cut_as_zero3(offloaded, twin)
+    assert source_for(offloaded).device == torch.device("meta")
+    cut_as_zero3(model, twin)
+    optimizer = sgd(twin)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert_matches(engine, twin)
+        for step in (1, 2):
+            train(twin, optimizer, step)
+            cut_as_zero3(model, twin)
+            assert engine.update_weights() == step
+            assert set(assert_matches(engine, twin)) == {step}
+            assert engine.verify_weights().ok
+
+
+def offloaded(rank: int) -> None:
+    """FSDP2 that keeps its shards in host memory; the mirror goes to sleep, with its numbers and without, and comes back."""
+    twin, model = small(), small()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with pytest.raises(UnsupportedModelError, match=r"embed_tokens.weight holds no data here \(meta\)"):
+        RolloutEngine(fully_shard(small().to("meta"), mesh=mesh), config=CONFIG)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    optimizers = sgd(twin), sgd(model)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        source = engine._binding.source
+        assert isinstance(source, MirroredSource) and source.mirror is not None
+        storage = next(iter(source.mirror.tensors.values())).untyped_storage()
+        assert storage.nbytes() == engine.stats().mirror_bytes > 0
+        for step, level in enumerate((1, 2, 3), start=1):
+            before = copy.deepcopy(twin)
+            engine.sleep(level)
+            assert storage.nbytes() == (engine.stats().mirror_bytes if level == 1 else 0)
+            for one, optimizer in zip((twin, model), optimizers, strict=True):
+                train(one, optimizer, step)
+            engine.wake_up()
+            if dist.get_world_size() == 1:  # which sees by itself what changed
+                assert set(assert_matches(engine, twin)) == {2 * step - 1}
+            elif level < 3:  # before it is told, the engine has the numbers it had
+                assert set(assert_matches(engine, before)) == {step - 1}
+            else:
+                with pytest.raises(EngineStateError, match="incomplete"):
+                    engine.generate_batch([PROMPT], PARAMS)
+            version = engine.update_weights()
+            assert version == (2 * step if dist.get_world_size() == 1 else step)
+            assert set(assert_matches(engine, twin)) == {version} and engine.verify_weights().ok

@@ -1,0 +1,112 @@
+"""Adapters inside streamed products: which go inside, and that the result is that of dense products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+from adapted_linears import (
+    FIT,
+    Streamed,
+    adapted,
+    expected,
+    pretended_times,  # noqa: F401
+    run,
+    streamed_products,  # noqa: F401
+    table_of,
+)
+from linears import make_linear
+from lora_oracle import NUM_SLOTS
+from triton_oracle import DEVICE, assert_close, unwritten_is_nan  # noqa: F401
+
+from stoker.kernels import launch
+from stoker.kernels.linear_measured import MeasuredLinear
+from stoker.kernels.reference.lora import AdapterRows, LoraTable
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_adapters_inside_a_product(
+    copied: bool, times: dict[str, float], products: list[Streamed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the shrink's depth has several splits, or the product's, which share the columns; of few rows; of one slot; and
+    on a chip whose threads ask for tiles."""
+    if not copied:
+        monkeypatch.setattr(launch, "copies_tiles", lambda device: False)
+        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=DEVICE))
+    times["inside"] = 1.0
+    half: dict[str, Any] = {"dtype": torch.float16}
+    tables: tuple[tuple[LoraTable, dict[str, Any]], ...] = (
+        (table_of(ranks=FIT), {}),
+        (table_of(64, 128, ranks=FIT), {"options": "b"}),
+        (table_of(64, 64, 32, ranks=FIT, depth=2112), {"options": "", "tokens": 40, "depth": 2112}),
+        (table_of(64, 64, ranks=FIT), {"options": "b", "tokens": 70, "gated": "silu"}),
+        (table_of(64, 64, ranks={1: 8, 2: 16}), {"options": "", "gated": "silu"}),
+        (table_of(64, ranks=FIT, depth=4200), {"tokens": 8, "depth": 4200}),
+        (table_of(64, 64, ranks=FIT), {"options": "", "tokens": 120, "gated": "silu"}),
+        (table_of(32, ranks={1: 64, 3: 8} | dict.fromkeys([2], 24)), {"tokens": 40}),
+        (table_of(ranks=FIT, **half), half),
+    )
+    for table, given in tables[:: 1 if copied else 3]:
+        linear = MeasuredLinear()
+        run(linear, table, **given)
+        wanted = table.num_slots * table.max_rank <= 256
+        assert products[-1].inside == wanted and not any(counted.any() for counted in linear._arrived.values())
+
+
+def test_what_does_not_go_inside(times: dict[str, float], products: list[Streamed]) -> None:
+    """Gains and shifts, matrices that lie in columns, or of another dtype, too many ranks, tiles that are of two linears."""
+    times["inside"] = 1.0
+    for table, given in (
+        (table_of(ranks=FIT, gains=(1,)), {}),
+        (table_of(ranks=FIT, shifts=(2,)), {}),
+        (table_of(ranks=FIT, columns=True), {}),
+        (table_of(ranks=FIT), {"dtype": torch.float16}),
+        (table_of(ranks={1: 12}), {}),
+        (table_of(ranks={1: 128}), {}),
+        (table_of(ranks={1: 8, 17: 16}), {}),
+        (table_of(40, 72, ranks=FIT), {"options": ""}),
+    ):
+        run(MeasuredLinear(), table, **given)
+    assert products and not any(product.inside for product in products)
+
+
+def test_the_scales_of_a_weight_in_fp8_are_not_its_adapters(times: dict[str, float], products: list[Streamed]) -> None:
+    times["inside"] = 1.0
+    arguments, table = make_linear(40, 64, 304, "", torch.float16), table_of(ranks=FIT, dtype=torch.float16)
+    slots, scales = torch.arange(40, device=DEVICE) % (NUM_SLOTS + 1), torch.rand(64, device=DEVICE) + 0.5
+    rounded = (8 * arguments["weight"]).to(torch.float8_e4m3fn)
+    found = MeasuredLinear().adapted(arguments["x"], rounded, None, table, AdapterRows(slots), row_scales=scales)
+    arguments["weight"] = rounded.double() * scales[:, None]
+    assert_close(found, expected(arguments, table, slots), torch.float16)
+    assert products and not any(product.inside for product in products)
+
+
+def test_adapters_stay_out_of_a_product_where_shared_memory_has_no_room_for_them(
+    times: dict[str, float], products: list[Streamed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times["inside"] = 1.0
+    monkeypatch.setattr(launch, "shared_memory", lambda device: 96 * 1024)
+    half: dict[str, Any] = {"dtype": torch.float16}
+    for tokens, wanted in ((20, True), (120, False)):
+        run(MeasuredLinear(), table_of(64, 64, ranks=FIT, **half), tokens=tokens, options="", gated="silu", **half)
+        assert products[-1].inside == wanted
+
+
+def test_an_adapter_that_is_not_finite_is_inside_its_own_tokens_alone(times: dict[str, float]) -> None:
+    times["inside"] = 1.0
+    for value in (float("nan"), float("inf")):
+        for matrix in ("a", "b"):
+            for tokens, widths, gated in ((20, (64,), None), (70, (64,), None), (40, (32, 32), "silu")):
+                table, linear = table_of(*widths, ranks=FIT), MeasuredLinear()
+                arguments = make_linear(tokens, sum(widths), 304, "", torch.float32)
+                slots = torch.arange(tokens, device=DEVICE) % (NUM_SLOTS + 1)
+                before = adapted(linear, arguments, table, slots, gated)
+                weights = table.entry(0, 2)
+                assert weights is not None
+                getattr(weights, matrix)[3, 5] = value
+                found = adapted(linear, arguments, table, slots, gated)
+                own = slots == 2
+                assert not found[own].isfinite().all(1).any()
+                assert torch.equal(found[~own], before[~own]) or (found - before)[~own].abs().max() < 1e-4
