@@ -137,17 +137,25 @@ class BroadcastTransfer(_Conversation):
             manifest = self._expect("begin")
             assert manifest is not None
         self._id = manifest.transfer_id
-        if self._sends:
-            self._send("begin", manifest)
         failure: BaseException | None = None
         mine: Answer = (None, ())
-        try:
-            if not self._sends:
+        if not self._sends:
+            try:
                 mine = answer(judge, manifest)
-        except BaseException as error:  # the others wait for an answer
-            failure, mine = error, (reason_of(error), ())
+            except BaseException as error:  # the others wait for an answer
+                failure, mine = error, (reason_of(error), ())
         answers: list[Answer] = [mine] * dist.get_world_size(self.group)
-        self._with_others("agreeing on what is to come", lambda: dist.all_gather_object(answers, mine, self.group))
+        try:
+            with uninterrupted():  # as half of it would leave the ranks out of step
+                if self._sends:
+                    self._send("begin", manifest)
+                self._with_others(
+                    "agreeing on what is to come", lambda: dist.all_gather_object(answers, mine, self.group)
+                )
+        except KeyboardInterrupt as error:
+            if self._sends and not any(refusal for refusal, _ in answers):
+                self._send("abort", reason_of(error))
+            raise
         if failure is not None:
             raise failure
         refused = [refusal for refusal, _ in answers if refusal is not None]
@@ -171,22 +179,27 @@ class BroadcastTransfer(_Conversation):
 
     def _send(self, kind: str, content: Any) -> None:
         size = content.numel() if kind == "bucket" else 0
-        self._header("passing a bucket on", self._KINDS.index(kind), self._id, size)
-        if kind == "bucket":
-            self._with_others("passing a bucket on", lambda: dist.broadcast(content, self.src, self.group))
-        elif kind != "end":
-            self._object(content)
+        with uninterrupted():  # or the others would take what is sent next for the rest of it
+            self._header("passing a bucket on", self._KINDS.index(kind), self._id, size)
+            if kind == "bucket":
+                self._with_others("passing a bucket on", lambda: dist.broadcast(content, self.src, self.group))
+            elif kind != "end":
+                self._object(content)
 
     def _next(self, kind: str) -> tuple[str, int, Any]:
-        number, transfer_id, size = self._header(f"waiting for a {kind}", 0, 0, 0)
-        came = self._KINDS[number]
-        if came == "bucket":
-            if self._buffer.numel() < size:
-                self._buffer = self._buffer.new_empty(size)
-            data = self._buffer[:size]
-            self._with_others("passing a bucket on", lambda: dist.broadcast(data, self.src, self.group))
-            return came, transfer_id, data
-        return came, transfer_id, None if came == "end" else self._object(None)
+        with uninterrupted():
+            number, transfer_id, size = self._header(f"waiting for a {kind}", 0, 0, 0)
+            came = self._KINDS[number]
+            content: Any = None
+            if came == "bucket":
+                if self._buffer.numel() < size:
+                    self._buffer = self._buffer.new_empty(size)
+                content = self._buffer[:size]
+                self._with_others("passing a bucket on", lambda: dist.broadcast(content, self.src, self.group))
+            elif came != "end":
+                content = self._object(None)
+            self._ahead = came, transfer_id, content  # and not lost where an interrupt comes now
+        return self._ahead
 
     def _header(self, doing: str, *numbers: int) -> list[int]:
         """Broadcast or receive the sender's numbers: kind of message, id of its transfer, bytes of the bucket that follows."""

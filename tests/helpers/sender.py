@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
@@ -14,6 +15,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+import torch.distributed as dist
 from families import make_model
 from torch import Tensor
 
@@ -194,6 +196,38 @@ def broadcast_and_die(rank: int) -> str:
             check(engine, trained(0), 0)
             return str(error)
         raise AssertionError("took weights from nobody")
+
+
+def broadcast_through_interrupts(rank: int, interrupted_rank: int) -> None:
+    """Ctrl-C comes in each collective of a transfer in turn, at one end: the other end hears, and both go on."""
+    transfer, targets, left = BroadcastTransfer(0), {"a": torch.zeros(5)}, 0
+
+    def interrupting(collective: Any) -> Any:
+        def call(*given: Any) -> None:
+            nonlocal left
+            collective(*given)
+            left -= 1
+            if left == 0 and rank == interrupted_rank:
+                signal.raise_signal(signal.SIGINT)
+
+        return call
+
+    for name in ("broadcast", "broadcast_object_list", "all_gather_object"):
+        setattr(dist, name, interrupting(getattr(dist, name)))
+    for number in range(1, 10):  # there are eight
+        left = number
+        if rank == 0:
+            with suppress(KeyboardInterrupt, WeightTransferError):
+                send_weights({"a": torch.full((5,), -float(number))}, transfer, bucket_bytes=16)
+            assert left <= 0 or number == 9, left
+            left = 0
+            send_weights({"a": torch.full((5,), float(number))}, transfer, bucket_bytes=16)
+        while rank and not targets["a"].eq(number).all():
+            try:
+                take(transfer, targets)
+            except (KeyboardInterrupt, WeightTransferError) as error:
+                assert rank == interrupted_rank or "gave up: KeyboardInterrupt" in str(error)
+            left = 0
 
 
 class Gone(dict[str, Any]):
