@@ -139,8 +139,13 @@ def broadcast(rank: int) -> None:
             raise AssertionError("sent what nobody can take")
         with suppress(OSError):
             send_weights(Failing(trained(3).named_parameters()), transfer, bucket_bytes=BUCKET_BYTES)
-        for _ in range(2):
+        try:
             send_weights(dict(trained(3).named_parameters()), transfer, bucket_bytes=2 * BUCKET_BYTES)
+        except WeightTransferError as error:
+            assert "a receiver gave up: KeyboardInterrupt" in str(error)
+        else:
+            raise AssertionError("sent to one who was interrupted")
+        send_weights(dict(trained(3).named_parameters()), transfer, bucket_bytes=2 * BUCKET_BYTES)
         return broadcast_few(rank, transfer, None)
     with RolloutEngine(trained(0), config=CONFIG) as engine:
         for steps in (1, 2):
@@ -159,7 +164,7 @@ def broadcast(rank: int) -> None:
             assert "gave up: OSError: no half here" in str(error) and "keeps the weights" in str(error)
         else:
             raise AssertionError("took a part")
-        if rank == 1:  # is interrupted, and skips what is left of that transfer
+        if rank == 1:  # is interrupted, and takes what is left of that transfer for the others' sake
             original, transfer.bucket = transfer.bucket, interrupted  # type: ignore[method-assign]
             try:
                 engine.update_weights(transfer)
@@ -214,12 +219,12 @@ def broadcast_through_interrupts(rank: int, interrupted_rank: int) -> None:
 
     for name in ("broadcast", "broadcast_object_list", "all_gather_object"):
         setattr(dist, name, interrupting(getattr(dist, name)))
-    for number in range(1, 10):  # there are eight
+    for number in range(1, 11):  # there are nine
         left = number
         if rank == 0:
             with suppress(KeyboardInterrupt, WeightTransferError):
                 send_weights({"a": torch.full((5,), -float(number))}, transfer, bucket_bytes=16)
-            assert left <= 0 or number == 9, left
+            assert left <= 0 or number == 10, left
             left = 0
             send_weights({"a": torch.full((5,), float(number))}, transfer, bucket_bytes=16)
         while rank and not targets["a"].eq(number).all():
@@ -228,6 +233,27 @@ def broadcast_through_interrupts(rank: int, interrupted_rank: int) -> None:
             except (KeyboardInterrupt, WeightTransferError) as error:
                 assert rank == interrupted_rank or "gave up: KeyboardInterrupt" in str(error)
             left = 0
+
+
+def broadcast_what_is_refused(rank: int) -> None:
+    """What one of two receivers can only refuse when it is there: the sender hears so at once, and the other one takes it."""
+    transfer, targets = BroadcastTransfer(0), {"a": torch.zeros(5), "b": torch.zeros(5)}
+    wrong = {"a": torch.full((5,), torch.nan), "b": torch.ones(5)}
+    if rank == 0:
+        with pytest.raises(WeightTransferError, match="a receiver gave up: WeightsMismatchError: .*a holds NaN or Inf"):
+            send_weights(wrong, transfer, bucket_bytes=8)
+    elif rank == 1:
+        with pytest.raises(WeightsMismatchError, match="a holds NaN or Inf"):
+            _commit(receive(transfer, targets, (), check_finite=True))
+    else:
+        take(transfer, targets)
+    dist.barrier()  # nobody waits in the transfer any more
+    assert targets["b"].eq(rank == 2).all()
+    if rank == 0:
+        send_weights({"a": torch.ones(5), "b": torch.ones(5)}, transfer)
+    else:
+        take(transfer, targets)
+        assert targets["a"].eq(1).all() and targets["b"].eq(1).all()
 
 
 class Gone(dict[str, Any]):

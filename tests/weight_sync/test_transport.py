@@ -291,6 +291,10 @@ def test_a_broadcast_from_a_trainer_to_two_engines() -> None:
     ranks.run(sender.broadcast, 3)
 
 
+def test_a_broadcast_that_one_of_two_engines_refuses() -> None:
+    ranks.run(sender.broadcast_what_is_refused, 3, timeout=20.0)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_interrupt_in_a_broadcast_leaves_both_ends_in_step(rank: int) -> None:
     ranks.run(sender.broadcast_through_interrupts, 2, rank)
