@@ -7,6 +7,7 @@ import os
 from stoker.kernels.errors import UnsupportedModelError, WeightTransferError
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.loading import checkpoint
+from stoker.weight_sync.consistent_reads import not_rewritten
 from stoker.weight_sync.receiving import NewWeights, receive
 from stoker.weight_sync.staging import Known, Staging
 
@@ -30,13 +31,19 @@ class ExternalWeights:
                 "itself, and call update_weights() without an argument"
             )
         binding.in_order()
-        if isinstance(weights, str | os.PathLike) and os.path.isdir(weights):
-            weights = checkpoint(type(binding.shell.module), os.fspath(weights))
+        if not (isinstance(weights, str | os.PathLike) and os.path.isdir(weights)):
+            return self._receive(weights)
+        folder = os.fspath(weights)
+        with not_rewritten(folder):  # until all is copied: files are mapped, and only read when that is done
+            return self._receive(iter(checkpoint(type(binding.shell.module), folder).items()))
+
+    def _receive(self, weights: NewWeights) -> Staging:
+        source = self._binding.source
         return receive(
             weights,
             source.bound,
             source.optional,
-            check_finite=binding.check_finite,
+            check_finite=self._binding.check_finite,
             known=self._known,
             passing=source.passing,
         )
