@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from adapted import shake, state_dict, with_lora
 from families import VOCAB, draw, make_model
+from oracle import cache_of
 from torch import Tensor
 
 from stoker.engine.batch import Batch
@@ -60,7 +61,8 @@ class History:
     @torch.no_grad()
     def logits(self, spans: list[Span], tokens: list[int], adapter: str | None) -> Tensor:
         """Of each token in the spans, float64 [tokens, vocabulary]."""
-        found, cache = [], None
+        found: list[Tensor] = []
+        before: dict[str, Any] = {}
         bare = adapter is None and hasattr(self._twin, "peft_config")
         with self._twin.disable_adapter() if bare else nullcontext():
             for number, first, end in spans:
@@ -68,9 +70,9 @@ class History:
                 for name, parameter in self._twin.named_parameters():
                     parameter.copy_(weights[name])
                 # One by one over a cache: not every family's own forward goes on from a state with several.
-                for a, b in pairwise([first, end] if cache is None else range(first, end + 1)):
-                    out = self._twin(torch.tensor([tokens[a:b]]), past_key_values=cache, use_cache=True)
-                    cache = out.past_key_values
+                for a, b in pairwise(range(first, end + 1) if before else [first, end]):
+                    out = self._twin(torch.tensor([tokens[a:b]]), use_cache=True, **before)
+                    before = cache_of(out)
                     found.append(out.logits[0].double())
         return torch.cat(found)
 
