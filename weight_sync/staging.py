@@ -55,6 +55,7 @@ class Staging:
     check_finite: bool = False
     known: Known = field(default_factory=Known)
     passing: Collection[str] = ()
+    held_as_before: bool = field(default=False, init=False)
     _new: dict[str, Tensor] = field(default_factory=dict)
     _came: dict[str, int] = field(default_factory=dict)  # elements, of what does not fit none
     _problems: list[str] = field(default_factory=list)
@@ -127,8 +128,8 @@ class Staging:
         return apart and not any(in_doubt(self._as_cast(tensors), finite=self.check_finite))
 
     def hold_as_before(self, tensors: dict[str, Tensor]) -> None:
-        """As ``hold`` and ``finish``, of what is known to fit whatever the numbers."""
-        self._new = tensors
+        """As ``hold`` and ``finish``, of what is known to fit whatever the numbers. It takes no time."""
+        self._new, self.held_as_before = tensors, True
 
     @cached_property
     def _written(self) -> set[int]:
