@@ -274,7 +274,8 @@ class AdapterSources:
             self.look(shell, source, announced=not sampled)
         agree(*ranks, alike=(name,))
         if isinstance(new, AdapterOfModel) and new.copies is not None:
-            new.copies.pull((name,))
+            with telling(*ranks):  # its parts may be over fewer ranks than those of the model
+                new.copies.pull((name,))
         before = {of_names: vars(self)[of_names] for of_names in _BY_NAME}
         vars(self).update({of_names: copy.copy(known) for of_names, known in before.items()})
         try:

@@ -7,6 +7,7 @@ import os
 from stoker.kernels.errors import UnsupportedModelError, WeightTransferError
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.loading import checkpoint
+from stoker.weight_sync.consistent_reads import not_rewritten
 from stoker.weight_sync.receiving import NewWeights, receive
 from stoker.weight_sync.staging import Known, Staging
 
@@ -30,13 +31,19 @@ class ExternalWeights:
                 "itself, and call update_weights() without an argument"
             )
         binding.in_order()
-        if isinstance(weights, str | os.PathLike) and os.path.isdir(weights):
-            weights = checkpoint(type(binding.shell.module), os.fspath(weights))
+        if not (isinstance(weights, str | os.PathLike) and os.path.isdir(weights)):
+            return self._receive(weights)
+        folder = os.fspath(weights)
+        with not_rewritten(folder):  # until all is copied: files are mapped, and only read when that is done
+            return self._receive(iter(checkpoint(type(binding.shell.module), folder).items()))
+
+    def _receive(self, weights: NewWeights) -> Staging:
+        source = self._binding.source
         return receive(
             weights,
             source.bound,
             source.optional,
-            check_finite=binding.check_finite,
+            check_finite=self._binding.check_finite,
             known=self._known,
             passing=source.passing,
         )
@@ -44,12 +51,13 @@ class ExternalWeights:
     def put_in_service(self, staged: Staging) -> int:
         """Returns the bytes that were written.
 
-        Raises ``WeightTransferError`` where the model has other tensors by now than those it was received for.
+        Raises ``WeightTransferError`` where the model has other tensors by now than those it was received for. That is not
+        looked for again where no time has passed since.
         """
         source = self._binding.source
         now = source.bound
         replaced = now is not staged.targets and any(now.get(name) is not t for name, t in staged.targets.items())
-        if replaced or self._binding.moved():
+        if replaced or (not staged.held_as_before and self._binding.moved()):
             raise WeightTransferError(
                 "the model's tensors were replaced or changed in this process while the other weights arrived: send again, "
                 "and call update_weights again. What arrived was not taken"

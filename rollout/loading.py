@@ -14,7 +14,6 @@ from transformers.integrations import deepspeed
 
 from stoker.kernels.errors import InvalidConfigError, WeightsMismatchError, WeightTransferError
 from stoker.rollout.config import EngineConfig
-from stoker.weight_sync.consistent_reads import not_rewritten
 from stoker.weight_sync.naming import named_tensors
 
 _log = logging.getLogger("stoker")
@@ -96,19 +95,18 @@ def checkpoint(kind: Any, folder: str) -> dict[str, Tensor]:
             f"{folder} cannot be loaded: no config.json in it. Give a folder that save_pretrained wrote. The engine keeps its "
             "weights"
         )
-    with not_rewritten(folder):
-        try:
-            with _whole_models():
-                model, info = kind.from_pretrained(
-                    folder,
-                    dtype="auto",
-                    device_map={"": "cpu"},
-                    local_files_only=True,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,
-                )
-        except Exception as error:  # transformers raises many kinds over damaged files and missing packages
-            raise WeightTransferError(f"{folder} cannot be loaded: {error}. The engine keeps its weights") from error
+    try:
+        with _whole_models():
+            model, info = kind.from_pretrained(
+                folder,
+                dtype="auto",
+                device_map={"": "cpu"},
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    except Exception as error:  # transformers raises many kinds over damaged files and missing packages
+        raise WeightTransferError(f"{folder} cannot be loaded: {error}. The engine keeps its weights") from error
     wrong = [f"missing {name}" for name in sorted(info["missing_keys"])]
     wrong += [f"unknown {name}" for name in sorted(info["unexpected_keys"])]
     wrong += [f"{name} has shape {tuple(a)}, not {tuple(b)}" for name, a, b in sorted(info["mismatched_keys"])]

@@ -130,7 +130,7 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
         names["dataset"] = Dataset.from_dict({"prompt": PROMPTS * 4})
     if "import AsyncGRPOTrainer" in text:
-        pytest.importorskip("trl")
+        pytest.importorskip("trl", minversion="1.16")
         import trl_async_setup
         from datasets import Dataset
 

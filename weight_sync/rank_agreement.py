@@ -26,7 +26,7 @@ Ranks = tuple[Parts, torch.device]  # the arguments of ``agree`` and ``telling``
 ALONE: Ranks = ({}, torch.device("cpu"))
 
 _AGREEING = "agreeing on what to gather"
-_KNOWN = "_is_known_to_all_ranks"  # attribute of an error
+_KNOWN = "_is_known_to"  # attribute of an error: the groups whose ranks know of it; None: nobody is to be told
 # Counts what ranks have begun to gather, by the first of their groups.
 _BEGUN: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 _E = TypeVar("_E", bound=Exception)
@@ -83,19 +83,20 @@ def agree(
             refused, differ = bool(any_refused), bool(any_differ) or largest != -smallest
             has_news = bool(any_news)
     if refusal is not None:
-        raise _known_to_all(refusal) if parts else refusal
+        raise _known_to(parts, refusal)
     if refused and half_way:
-        raise _known_to_all(WeightTransferError("another rank failed half-way; its error says why"))
+        raise _known_to(parts, WeightTransferError("another rank failed half-way; its error says why"))
     if refused:
-        raise _known_to_all(WeightsMismatchError("another rank refused; its error says why. No weight was changed"))
+        raise _known_to(parts, WeightsMismatchError("another rank refused; its error says why. No weight was changed"))
     if differ:
-        raise _known_to_all(
+        raise _known_to(
+            parts,
             WeightsMismatchError(
                 "the ranks hold parts of other tensors each, as after one of them alone changed its model: change it on "
                 "all of them, and build a new engine; or other adapters, as after one of them alone loaded or unloaded one: do "
                 "so on all of them, in one order; or other settings (dtype, quantization, gather_memory): give all the same; or they "
                 "update or verify several engines in other orders"
-            )
+            ),
         )
     return has_news
 
@@ -113,7 +114,8 @@ def refuse(parts: Parts, device: torch.device, error: Exception) -> None:
     """Make other ranks, which wait in ``agree`` or will, fail too, unless they know of this error."""
     cause: BaseException | None = error
     while cause is not None:
-        if _KNOWN in vars(cause):
+        known = vars(cause).get(_KNOWN, ())
+        if known is None or (known and parts.keys() <= known):
             return
         cause = cause.__cause__
     with suppress(type(error), WeightTransferError, ValueError):  # ValueError: a group is gone
@@ -130,8 +132,9 @@ def telling(parts: Parts, device: torch.device) -> Iterator[None]:
         raise
 
 
-def _known_to_all(error: _E) -> _E:
-    vars(error)[_KNOWN] = True
+def _known_to(parts: Parts | None, error: _E) -> _E:
+    """parts: of the ranks that have been told, who may be fewer than those that will wait; None: nobody is to be told."""
+    vars(error)[_KNOWN] = None if parts is None else {*parts}
     return error
 
 
@@ -161,7 +164,7 @@ def lost(group: dist.ProcessGroup, doing: str, error: BaseException) -> WeightTr
         + "One of them has failed, has closed its engine or unloaded an adapter alone, or did not call update_weights, "
         "verify_weights or load_adapter when the others did: every rank has to. This group of processes stays broken: start them again"
     )
-    return _known_to_all(broken)
+    return _known_to(None, broken)
 
 
 def _silent(group: dist.ProcessGroup, others: list[int]) -> list[int]:

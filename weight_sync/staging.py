@@ -55,11 +55,14 @@ class Staging:
     check_finite: bool = False
     known: Known = field(default_factory=Known)
     passing: Collection[str] = ()
+    held_as_before: bool = field(default=False, init=False)
     _new: dict[str, Tensor] = field(default_factory=dict)
     _came: dict[str, int] = field(default_factory=dict)  # elements, of what does not fit none
     _problems: list[str] = field(default_factory=list)
     _coming: dict[str, TensorSpec] = field(default_factory=dict)
     _held: dict[str, int] = field(default_factory=dict)  # checksums of what the engine has already
+    _parts: dict[str, Tensor] = field(default_factory=dict)  # flat, as sent, of what comes in parts and is to be cast
+    _as_sent: dict[str, int] = field(default_factory=dict)  # checksums of what was cast, before that
 
     def __call__(self, specs: Sequence[TensorSpec]) -> str | None:
         """Why these cannot be taken (which are missing, unknown, doubled, of another shape or kind); None where they can."""
@@ -125,8 +128,8 @@ class Staging:
         return apart and not any(in_doubt(self._as_cast(tensors), finite=self.check_finite))
 
     def hold_as_before(self, tensors: dict[str, Tensor]) -> None:
-        """As ``hold`` and ``finish``, of what is known to fit whatever the numbers."""
-        self._new = tensors
+        """As ``hold`` and ``finish``, of what is known to fit whatever the numbers. It takes no time."""
+        self._new, self.held_as_before = tensors, True
 
     @cached_property
     def _written(self) -> set[int]:
@@ -148,8 +151,20 @@ class Staging:
     def write(self, name: str, start: int, flat: Tensor) -> None:
         """Copy elements of an expected tensor from ``start`` on."""
         self._look({name: flat})
-        self._new[name].view(-1)[start : start + flat.numel()].copy_(flat)
+        spec, new = self._coming[name], self._new[name].view(-1)
+        into, end = new, start + flat.numel()
+        cast = spec.checksum is not None and spec.dtype != new.dtype  # and what was announced is compared before
+        if cast and flat.numel() < new.numel():
+            if name not in self._parts:
+                self._parts[name] = torch.empty(new.shape, dtype=spec.dtype, device=new.device)
+            into = self._parts[name]
+        into[start:end].copy_(flat)
         self._came[name] += flat.numel()
+        if cast and self._came[name] == new.numel():
+            whole = self._parts.pop(name, flat)
+            self._as_sent[name] = checksums([whole])[0]
+            if whole is not flat:
+                new.copy_(whole)
 
     def _look(self, tensors: Mapping[str, Tensor]) -> None:
         self._problems += unfit(self._as_cast(tensors), finite=self.check_finite)
@@ -194,12 +209,13 @@ class Staging:
     def _check_arrived(self) -> None:
         """Raise ``WeightTransferError`` where a content is not the one that was announced.
 
-        Of one that was cast that cannot be told. It is learnt what became of it by the cast to the engine's dtype.
+        Of one that was cast it is learnt what became of it by the cast to the engine's dtype.
         """
         announced = {name: spec for name, spec in self._coming.items() if spec.checksum is not None}
         sums = dict(zip(announced, checksums(self._new[name] for name in announced), strict=True))
-        cast = {name for name, spec in announced.items() if spec.dtype != self._new[name].dtype}
-        if wrong := [n for n, spec in announced.items() if n not in cast and sums[n] != spec.checksum]:
+        cast = {n for n, spec in announced.items() if spec.numel and spec.dtype != self._new[n].dtype}
+        came = sums | {name: self._as_sent[name] for name in cast}
+        if wrong := [name for name, spec in announced.items() if came[name] != spec.checksum]:
             raise WeightTransferError(
                 f"{', '.join(wrong[:4])} came otherwise than announced: the sender wrote to them while it sent, or the transfer "
                 "gave its buckets in another order. Send again, and call update_weights again. What arrived was not taken"

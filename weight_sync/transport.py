@@ -115,6 +115,8 @@ class _Conversation:
 class BroadcastTransfer(_Conversation):
     """From one rank of a process group to all others, over NCCL or Gloo. Every rank makes one, and all use it together.
 
+    A receiver that gives up takes what is left, for the others' sake, and the sender hears of it at the end.
+
     group: its ranks are the sender and the engines; its time-out bounds every wait. src: the sender's global rank.
     device: where the receivers' buckets lie (for NCCL: this rank's GPU).
     """
@@ -129,6 +131,7 @@ class BroadcastTransfer(_Conversation):
     ) -> None:
         self.src, self.group, self.device = src, group, torch.device(device)
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._under_way = False  # a transfer, of which messages are to come
 
     def begin(self, manifest: Manifest | None = None, judge: Judge | None = None) -> Manifest:
         self._sends = manifest is not None
@@ -136,22 +139,30 @@ class BroadcastTransfer(_Conversation):
             manifest = self._expect("begin")
             assert manifest is not None
         self._id = manifest.transfer_id
-        if self._sends:
-            self._send("begin", manifest)
         failure: BaseException | None = None
         mine: Answer = (None, ())
-        try:
-            if not self._sends:
+        if not self._sends:
+            try:
                 mine = answer(judge, manifest)
-        except BaseException as error:  # the others wait for an answer
-            failure, mine = error, (reason_of(error), ())
-        answers: list[Answer] = [mine] * dist.get_world_size(self.group)
-        self._with_others("agreeing on what is to come", lambda: dist.all_gather_object(answers, mine, self.group))
+            except BaseException as error:  # the others wait for an answer
+                failure, mine = error, (reason_of(error), ())
+        answers: list[Answer] = []
+        try:
+            with uninterrupted():  # as half of it would leave the ranks out of step
+                if self._sends:
+                    self._send("begin", manifest)
+                answers = self._exchange("agreeing on what is to come", mine)
+        except KeyboardInterrupt as error:
+            if answers and not any(refusal for refusal, _ in answers):
+                self._under_way = True
+                self.finish(reason_of(error))
+            raise
         if failure is not None:
             raise failure
         refused = [refusal for refusal, _ in answers if refusal is not None]
         if refused and mine[0] is None:
             raise WeightTransferError(f"a receiver refuses: {refused[0]}")
+        self._under_way = not refused
         return manifest if refused else manifest.only(set().union(*(wanted for _, wanted in answers)))
 
     def bucket(self, data: Tensor | None = None) -> Tensor:
@@ -162,30 +173,58 @@ class BroadcastTransfer(_Conversation):
         return data
 
     def finish(self, error: str | None = None) -> None:
-        if self._sends:
-            self._send("end" if error is None else "abort", error)
-        elif error is None:  # a receiver that gives up cannot stop the others, and skips what is still sent
-            self._expect("end")
+        if self._sends and error is not None:
+            self._send("abort", error)
+            return
+        with uninterrupted():
+            if self._sends:
+                self._send("end", None)
+            elif error is None:
+                self._expect("end")
+            elif not self._skip_to_the_end():
+                return
+            outcomes = self._exchange("hearing whether all came", error)
+            self._under_way = False
         self._buffer = self._buffer.new_empty(0)
+        if self._sends and (reasons := [reason for reason in outcomes if reason is not None]):
+            raise WeightTransferError(f"a receiver gave up: {reasons[0]}")
+
+    def _skip_to_the_end(self) -> bool:
+        """Take what is left of a transfer, as the others would wait for this receiver; returns whether there was an end."""
+        with suppress(WeightTransferError):  # whoever was lost, the transfer was given up before
+            while self._under_way:
+                kind, transfer_id, _ = self._ahead or self._next("end")
+                if kind == "begin":
+                    return False
+                self._ahead = None
+                if (kind, transfer_id) == ("end", self._id):
+                    return True
+        return False
 
     def _send(self, kind: str, content: Any) -> None:
         size = content.numel() if kind == "bucket" else 0
-        self._header("passing a bucket on", self._KINDS.index(kind), self._id, size)
-        if kind == "bucket":
-            self._with_others("passing a bucket on", lambda: dist.broadcast(content, self.src, self.group))
-        elif kind != "end":
-            self._object(content)
+        with uninterrupted():  # or the others would take what is sent next for the rest of it
+            self._header("passing a bucket on", self._KINDS.index(kind), self._id, size)
+            if kind == "bucket":
+                self._with_others("passing a bucket on", lambda: dist.broadcast(content, self.src, self.group))
+            elif kind != "end":
+                self._object(content)
 
     def _next(self, kind: str) -> tuple[str, int, Any]:
-        number, transfer_id, size = self._header(f"waiting for a {kind}", 0, 0, 0)
-        came = self._KINDS[number]
-        if came == "bucket":
-            if self._buffer.numel() < size:
-                self._buffer = self._buffer.new_empty(size)
-            data = self._buffer[:size]
-            self._with_others("passing a bucket on", lambda: dist.broadcast(data, self.src, self.group))
-            return came, transfer_id, data
-        return came, transfer_id, None if came == "end" else self._object(None)
+        with uninterrupted():
+            number, transfer_id, size = self._header(f"waiting for a {kind}", 0, 0, 0)
+            came = self._KINDS[number]
+            content: Any = None
+            if came == "bucket":
+                if self._buffer.numel() < size:
+                    self._buffer = self._buffer.new_empty(size)
+                content = self._buffer[:size]
+                self._with_others("passing a bucket on", lambda: dist.broadcast(content, self.src, self.group))
+            elif came != "end":
+                content = self._object(None)
+                self._under_way = False
+            self._ahead = came, transfer_id, content  # and not lost where an interrupt comes now
+        return self._ahead
 
     def _header(self, doing: str, *numbers: int) -> list[int]:
         """Broadcast or receive the sender's numbers: kind of message, id of its transfer, bytes of the bucket that follows."""
@@ -201,10 +240,17 @@ class BroadcastTransfer(_Conversation):
         )
         return there[0]
 
+    def _exchange(self, doing: str, mine: Any) -> list[Any]:
+        """What each rank says."""
+        said = [mine] * dist.get_world_size(self.group)
+        self._with_others(doing, lambda: dist.all_gather_object(said, mine, self.group))
+        return said
+
     def _with_others(self, doing: str, call: Callable[[], object]) -> None:
         try:
             call()
         except RuntimeError as error:
+            self._under_way = False
             who = "a receiver" if dist.get_rank() == self.src else f"the sender, rank {self.src},"
             raise WeightTransferError(f"{who} was lost while {doing}: {first_line(error)}. {OLD_STAYS}") from error
 

@@ -53,6 +53,12 @@ def logits(model: PreTrainedModel, prompt: list[int], completion: list[int]) -> 
     return out[len(prompt) - 1 : -1].float()
 
 
+def cache_of(out: Any) -> dict[str, Any]:
+    """The cache that a forward gave, as the next one takes it: transformers renamed it in 5.24."""
+    name = "cache" if "cache" in out else "past_key_values"
+    return {name: out[name]}
+
+
 def logprobs(
     model: PreTrainedModel, prompt: list[int], completion: list[int], temperature: float = 1.0
 ) -> torch.Tensor:

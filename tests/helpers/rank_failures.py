@@ -366,3 +366,21 @@ def after_an_adapter_came(rank: int) -> None:
         for name in ("theirs", "other"):
             engine.load_adapter(name, other)
         assert logprobs() != pytest.approx(before, abs=1e-2) and engine.verify_weights().ok
+
+
+def an_adapter_over_fewer_ranks(rank: int) -> None:
+    """One whose parts are over one dimension of a mesh, of a model that is over both: who shares none with the rank that fails
+    hears of it as well."""
+    target = {"target_modules": ["embed_tokens"]}
+    model, theirs = (by_two_meshes(adapted("llama", target, seed=seed)) for seed in (1, 7))
+    fails = rank == dist.get_world_size() - 1
+    with RolloutEngine(model, config=CONFIG) as engine:
+        for owner, name in ((mirrored_source, "read"), (mirrored_source, "Look"), (gather._Part, "place")):
+            with noted(name), pytest.MonkeyPatch.context() as patch:
+                if fails:
+                    patch.setattr(owner, name, out_of_memory(getattr(owner, name), 0))
+                others = "another rank (refused|failed half-way)"
+                told(rank, lambda: engine.load_adapter("theirs", theirs), "none left", others)
+            assert engine.adapters == ("default",)
+        engine.load_adapter("theirs", theirs)
+        assert engine.update_weights() == 1 and engine.verify_weights().ok

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
@@ -14,6 +15,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+import torch.distributed as dist
 from families import make_model
 from torch import Tensor
 
@@ -137,8 +139,13 @@ def broadcast(rank: int) -> None:
             raise AssertionError("sent what nobody can take")
         with suppress(OSError):
             send_weights(Failing(trained(3).named_parameters()), transfer, bucket_bytes=BUCKET_BYTES)
-        for _ in range(2):
+        try:
             send_weights(dict(trained(3).named_parameters()), transfer, bucket_bytes=2 * BUCKET_BYTES)
+        except WeightTransferError as error:
+            assert "a receiver gave up: KeyboardInterrupt" in str(error)
+        else:
+            raise AssertionError("sent to one who was interrupted")
+        send_weights(dict(trained(3).named_parameters()), transfer, bucket_bytes=2 * BUCKET_BYTES)
         return broadcast_few(rank, transfer, None)
     with RolloutEngine(trained(0), config=CONFIG) as engine:
         for steps in (1, 2):
@@ -157,7 +164,7 @@ def broadcast(rank: int) -> None:
             assert "gave up: OSError: no half here" in str(error) and "keeps the weights" in str(error)
         else:
             raise AssertionError("took a part")
-        if rank == 1:  # is interrupted, and skips what is left of that transfer
+        if rank == 1:  # is interrupted, and takes what is left of that transfer for the others' sake
             original, transfer.bucket = transfer.bucket, interrupted  # type: ignore[method-assign]
             try:
                 engine.update_weights(transfer)
@@ -194,6 +201,59 @@ def broadcast_and_die(rank: int) -> str:
             check(engine, trained(0), 0)
             return str(error)
         raise AssertionError("took weights from nobody")
+
+
+def broadcast_through_interrupts(rank: int, interrupted_rank: int) -> None:
+    """Ctrl-C comes in each collective of a transfer in turn, at one end: the other end hears, and both go on."""
+    transfer, targets, left = BroadcastTransfer(0), {"a": torch.zeros(5)}, 0
+
+    def interrupting(collective: Any) -> Any:
+        def call(*given: Any) -> None:
+            nonlocal left
+            collective(*given)
+            left -= 1
+            if left == 0 and rank == interrupted_rank:
+                signal.raise_signal(signal.SIGINT)
+
+        return call
+
+    for name in ("broadcast", "broadcast_object_list", "all_gather_object"):
+        setattr(dist, name, interrupting(getattr(dist, name)))
+    for number in range(1, 11):  # there are nine
+        left = number
+        if rank == 0:
+            with suppress(KeyboardInterrupt, WeightTransferError):
+                send_weights({"a": torch.full((5,), -float(number))}, transfer, bucket_bytes=16)
+            assert left <= 0 or number == 10, left
+            left = 0
+            send_weights({"a": torch.full((5,), float(number))}, transfer, bucket_bytes=16)
+        while rank and not targets["a"].eq(number).all():
+            try:
+                take(transfer, targets)
+            except (KeyboardInterrupt, WeightTransferError) as error:
+                assert rank == interrupted_rank or "gave up: KeyboardInterrupt" in str(error)
+            left = 0
+
+
+def broadcast_what_is_refused(rank: int) -> None:
+    """What one of two receivers can only refuse when it is there: the sender hears so at once, and the other one takes it."""
+    transfer, targets = BroadcastTransfer(0), {"a": torch.zeros(5), "b": torch.zeros(5)}
+    wrong = {"a": torch.full((5,), torch.nan), "b": torch.ones(5)}
+    if rank == 0:
+        with pytest.raises(WeightTransferError, match="a receiver gave up: WeightsMismatchError: .*a holds NaN or Inf"):
+            send_weights(wrong, transfer, bucket_bytes=8)
+    elif rank == 1:
+        with pytest.raises(WeightsMismatchError, match="a holds NaN or Inf"):
+            _commit(receive(transfer, targets, (), check_finite=True))
+    else:
+        take(transfer, targets)
+    dist.barrier()  # nobody waits in the transfer any more
+    assert targets["b"].eq(rank == 2).all()
+    if rank == 0:
+        send_weights({"a": torch.ones(5), "b": torch.ones(5)}, transfer)
+    else:
+        take(transfer, targets)
+        assert targets["a"].eq(1).all() and targets["b"].eq(1).all()
 
 
 class Gone(dict[str, Any]):

@@ -31,6 +31,7 @@ from stoker.rollout import RolloutEngine, UnsupportedModelError, WeightsMismatch
 from stoker.weight_sync.source import source_for
 
 by_fsdp1_of_originals = partial(by_fsdp1, use_orig_params=True)
+FSDP2_TAKES_INTEGERS = torch.__version__ >= (2, 13)  # torch 2.11 raises, as no parameter of integers has gradients
 # By ranks and name: how to shard, the quantisation, in what it is stored, and the adapter.
 CASES: dict[int, dict[str, tuple[Callable[[Any], nn.Module], str, torch.dtype, dict[str, Any]]]] = {
     2: {
@@ -39,7 +40,7 @@ CASES: dict[int, dict[str, tuple[Callable[[Any], nn.Module], str, torch.dtype, d
         "fsdp1 of original parameters": (by_fsdp1_of_originals, "nf4", torch.float32, {}),
         "fsdp1, adapters apart": (by_peft_policy, "fp4", torch.float32, {}),
     },
-    3: {"fsdp2, uneven, uint8": (by_fsdp2, "nf4", torch.uint8, {})},
+    3: {"fsdp2, uneven": (by_fsdp2, "nf4", torch.uint8 if FSDP2_TAKES_INTEGERS else torch.bfloat16, {})},
 }
 
 

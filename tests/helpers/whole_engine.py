@@ -19,6 +19,7 @@ import torch
 from adapted import shake, state_dict, with_lora
 from families import draw, make_model
 from family_fields import VOCAB
+from oracle import cache_of
 from torch import Tensor
 
 from stoker.engine.batch import Batch
@@ -61,7 +62,8 @@ class History:
     @torch.no_grad()
     def logits(self, spans: list[Span], tokens: list[int], adapter: str | None) -> Tensor:
         """Of each token in the spans, float64 [tokens, vocabulary]."""
-        found, cache = [], None
+        found: list[Tensor] = []
+        before: dict[str, Any] = {}
         bare = adapter is None and hasattr(self._twin, "peft_config")
         with self._twin.disable_adapter() if bare else nullcontext():
             for number, first, end in spans:
@@ -69,9 +71,9 @@ class History:
                 for name, parameter in self._twin.named_parameters():
                     parameter.copy_(weights[name])
                 # One by one over a cache: not every family's own forward goes on from a state with several.
-                for a, b in pairwise([first, end] if cache is None else range(first, end + 1)):
-                    out = self._twin(torch.tensor([tokens[a:b]]), past_key_values=cache, use_cache=True)
-                    cache = out.past_key_values
+                for a, b in pairwise(range(first, end + 1) if before else [first, end]):
+                    out = self._twin(torch.tensor([tokens[a:b]]), use_cache=True, **before)
+                    before = cache_of(out)
                     found.append(out.logits[0].double())
         return torch.cat(found)
 

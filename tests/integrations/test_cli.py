@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -186,14 +187,18 @@ def test_standard_input_and_output(folder: str, files: tuple[str, str], tmp_path
 
 
 def test_whoever_reads_the_output_may_go(
-    folder: str, files: tuple[str, str], capfd: pytest.CaptureFixture[str]
+    folder: str, files: tuple[str, str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, writer = os.pipe()
     before = os.dup(1)
     os.close(reader)
     os.dup2(writer, 1)
     try:
-        assert main(["generate", folder, files[0], "-", "--max-tokens", "3"]) == 1
+        with open(1, "w", closefd=False) as output:
+            monkeypatch.setattr(
+                sys, "stdout", output
+            )  # pytest's is a file that it reads: what the command puts there cannot be
+            assert main(["generate", folder, files[0], "-", "--max-tokens", "3"]) == 1
     finally:
         os.dup2(before, 1)
         os.close(before)

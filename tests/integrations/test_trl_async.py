@@ -25,7 +25,7 @@ from trl_async_setup import (
 )
 from trl_setup import EOS, LOGPROB_TOLERANCE, make_model, plain_logprobs
 
-pytest.importorskip("trl", reason="TRL is not installed")
+pytest.importorskip("trl", minversion="1.16", reason="asynchronous GRPO needs TRL 1.16")
 
 from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback

@@ -20,7 +20,7 @@ from trl_async_setup import (
     threads,
 )
 
-pytest.importorskip("trl", reason="TRL is not installed")
+pytest.importorskip("trl", minversion="1.16", reason="asynchronous GRPO needs TRL 1.16")
 
 from datasets import Dataset
 from peft import LoraConfig

@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from trl_async_setup import Make, a_folder, async_trainers, count_a, record, threads  # noqa: F401
 from trl_setup import EOS, logged
 
-pytest.importorskip("trl", reason="TRL is not installed")
+pytest.importorskip("trl", minversion="1.16", reason="asynchronous GRPO needs TRL 1.16")
 
 from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
 

@@ -31,6 +31,7 @@ def test_two_processes_train_one_policy(tmp_path: Path) -> None:
 def test_the_main_process_samples_for_all_that_train_asynchronously(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    pytest.importorskip("trl", minversion="1.16", reason="asynchronous GRPO needs TRL 1.16")
     folder = trl_async_setup.saved_model(tmp_path_factory)
     first, second = ranks.run(trl_async_setup.train_under_ddp, 2, folder, str(tmp_path))
     assert first["wrapper"] == second["wrapper"] == "DistributedDataParallel"

@@ -205,8 +205,7 @@ def cached(old: Any, new: Any, prompt: list[int], completion: list[int], switch:
     rows = [out.logits[0, -1]]
     for number, token in enumerate(completion[:-1], start=1):
         model = old if number < switch else new
-        name = "cache" if "cache" in out else "past_key_values"  # before transformers 5.24
-        out = model(torch.tensor([[token]]), use_cache=True, **{name: out[name]})
+        out = model(torch.tensor([[token]]), use_cache=True, **oracle.cache_of(out))
         rows.append(out.logits[0, -1])
     return torch.stack(rows).double().log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
 

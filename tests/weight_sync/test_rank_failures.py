@@ -74,6 +74,10 @@ def test_an_adapter_that_all_have_gathered():
     ranks.run(rank_failures.after_an_adapter_came, 2, timeout=20)
 
 
+def test_an_adapter_over_fewer_ranks_than_its_model():
+    ranks.run(rank_failures.an_adapter_over_fewer_ranks, 4, timeout=20)
+
+
 def test_adapters_that_not_all_ranks_have():
     ranks.run(rank_differences.other_adapters, 2, timeout=20)
 
@@ -95,7 +99,7 @@ def test_what_came_of_an_error_that_all_ranks_know_is_told_to_none(
     monkeypatch.setattr(rank_agreement, "agree", lambda parts, device, error: told.append(error))
     cause = WeightTransferError("a rank was lost")
     error = EngineStateError("no update")
-    error.__cause__ = rank_agreement._known_to_all(cause) if known else cause
+    error.__cause__ = rank_agreement._known_to(None, cause) if known else cause
     rank_agreement.refuse({}, torch.device("cpu"), error)
     assert told == ([] if known else [error])
 

@@ -78,7 +78,8 @@ def test_a_bucket_of_another_size_than_announced(how: str, monkeypatch: pytest.M
     assert not target["a"].any()
 
 
-def test_buckets_that_come_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buckets_that_come_in_another_order(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one size, with no way to tell them but by what is in them."""
     here, there = over_a_pipe()
     send, kept = there.bucket, list[Tensor]()
@@ -91,7 +92,7 @@ def test_buckets_that_come_in_another_order(monkeypatch: pytest.MonkeyPatch) -> 
         return data
 
     monkeypatch.setattr(there, "bucket", swapped)
-    target = {"a": torch.zeros(4), "b": torch.zeros(4)}
+    target = {"a": torch.zeros(4, dtype=dtype), "b": torch.zeros(4, dtype=dtype)}
     with sending(there, {"a": torch.ones(4), "b": torch.ones(4) * 2}, 16) as sent:
         with pytest.raises(WeightTransferError, match="a, b came otherwise than announced"):
             take(here, target)
@@ -100,10 +101,11 @@ def test_buckets_that_come_in_another_order(monkeypatch: pytest.MonkeyPatch) -> 
     assert not target["a"].any()
 
 
-def test_weights_that_are_written_to_while_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_written_to_while_they_are_sent(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a trainer that goes on: half of a tensor would be of one step, half of the next."""
     here, there = over_a_pipe()
-    send, tensor, target = there.bucket, torch.ones(8), {"a": torch.zeros(8)}
+    send, tensor, target = there.bucket, torch.ones(8), {"a": torch.zeros(8, dtype=dtype)}
 
     def step_behind(data: Tensor) -> Tensor:
         try:

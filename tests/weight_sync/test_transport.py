@@ -291,6 +291,15 @@ def test_a_broadcast_from_a_trainer_to_two_engines() -> None:
     ranks.run(sender.broadcast, 3)
 
 
+def test_a_broadcast_that_one_of_two_engines_refuses() -> None:
+    ranks.run(sender.broadcast_what_is_refused, 3, timeout=20.0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interrupt_in_a_broadcast_leaves_both_ends_in_step(rank: int) -> None:
+    ranks.run(sender.broadcast_through_interrupts, 2, rank)
+
+
 def test_a_trainer_that_dies_half_way_leaves_the_old_weights_in_service() -> None:
     (message,) = [m for m in ranks.run(sender.broadcast_and_die, 2, dead=1) if m is not None]
     assert "the sender, rank 0, was lost while waiting for a bucket" in message and "keeps the weights" in message

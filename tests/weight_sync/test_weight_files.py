@@ -15,8 +15,10 @@ from transformers import modeling_utils
 
 from stoker.kernels.errors import WeightTransferError
 from stoker.rollout import RolloutEngine
+from stoker.rollout.external_weights import ExternalWeights
 from stoker.weight_sync import receiving
 from stoker.weight_sync.consistent_reads import not_rewritten
+from stoker.weight_sync.staging import Staging
 
 
 def save(path: Path, model: Any) -> Path:
@@ -72,6 +74,41 @@ def test_a_folder_of_which_files_are_replaced(tmp_path: Path, monkeypatch: pytes
     folder, later = tmp_path / "checkpoint", sender.trained(2)
     sender.trained(1).save_pretrained(folder, max_shard_size="40KB")
     at_opening(monkeypatch, modeling_utils, 2, lambda: later.save_pretrained(folder, max_shard_size="40KB"))
+    assert_refused_once(folder, later)
+
+
+def test_a_folder_whose_file_is_written_once_it_was_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is put in service, as where a step of others comes between: what arrived lies in no file any more."""
+    folder, receive = tmp_path / "checkpoint", ExternalWeights.receive
+    sender.trained(1).save_pretrained(folder)
+    sender.trained(2).save_pretrained(tmp_path / "later")
+
+    def then_written(self: ExternalWeights, weights: Any) -> Any:
+        staged = receive(self, weights)
+        with (folder / "model.safetensors").open("r+b") as file:
+            file.write((tmp_path / "later" / "model.safetensors").read_bytes())
+        return staged
+
+    monkeypatch.setattr(ExternalWeights, "receive", then_written)
+    with RolloutEngine(sender.trained(0), config=sender.CONFIG) as engine:
+        assert engine.update_weights(folder) == 1
+        sender.check(engine, sender.trained(1), 1)
+
+
+def test_a_folder_whose_file_is_written_while_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, later, write = tmp_path / "checkpoint", sender.trained(2), Staging.write
+    sender.trained(1).save_pretrained(folder)
+    later.save_pretrained(tmp_path / "later")
+    written: list[str] = []
+
+    def while_written(self: Staging, name: str, *given: Any) -> None:
+        if not written:
+            with (folder / "model.safetensors").open("r+b") as file:
+                file.write((tmp_path / "later" / "model.safetensors").read_bytes())
+        written.append(name)
+        write(self, name, *given)
+
+    monkeypatch.setattr(Staging, "write", while_written)
     assert_refused_once(folder, later)
 
 
