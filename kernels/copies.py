@@ -17,27 +17,24 @@ from stoker.kernels import launch
 from stoker.kernels.host_memory import to_device
 from stoker.kernels.reference import copies
 
-# A program copies so many elements, a part at a time: 64 or 128 bytes are on their way for each thread.
-_PART, _PARTS, _WARPS = 4096, 8, 4
+# A program copies so many elements, all on their way at once: 64 or 128 bytes for each thread.
+_PART, _WARPS = 8192, 8
 _dtype, _device = attrgetter("dtype"), attrgetter("device")
 
 
 @triton.jit
-def _copies_kernel(
-    owners, table, SOURCE: tl.constexpr, TARGET: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
+def _copies_kernel(owners, table, SOURCE: tl.constexpr, TARGET: tl.constexpr, PART: tl.constexpr):
     owner = tl.load(owners + tl.program_id(0))
     source, target = tl.load(table + 4 * owner), tl.load(table + 4 * owner + 1)
     count, first = tl.load(table + 4 * owner + 2), tl.load(table + 4 * owner + 3)
     source = tl.multiple_of(source.to(tl.pointer_type(SOURCE)), 16)
     target = tl.multiple_of(target.to(tl.pointer_type(TARGET)), 16)
-    begin = (tl.program_id(0) - first) * (PARTS * PART)
+    begin = (tl.program_id(0) - first) * PART
     source, target = source + begin, target + begin
-    end = tl.minimum(count - begin, PARTS * PART).to(tl.int32)
+    end = tl.minimum(count - begin, PART).to(tl.int32)
     wide = end // 8 * 8  # up to there 16 bytes are read or written at a time
-    for part in range(0, wide, PART):
-        at = part + tl.arange(0, PART)
-        tl.store(target + at, tl.load(source + at, mask=at < wide, other=0.0).to(TARGET), mask=at < wide)
+    at = tl.arange(0, PART)
+    tl.store(target + at, tl.load(source + at, mask=at < wide, other=0.0).to(TARGET), mask=at < wide)
     at = wide + tl.arange(0, 8)
     tl.store(target + at, tl.load(source + at, mask=at < end, other=0.0).to(TARGET), mask=at < end)
 
@@ -79,7 +76,7 @@ def _programs(places: list[tuple[int, int, int]], device: torch.device) -> tuple
 @lru_cache(maxsize=8)  # tensors that lie elsewhere each time have the same sizes
 def _owners(elements: tuple[int, ...], device: torch.device) -> tuple[Tensor, list[int]]:
     """Which tensor each program works on, and of each tensor the first program."""
-    counts = -(-torch.tensor(elements, device="cpu") // (_PART * _PARTS))
+    counts = -(-torch.tensor(elements, device="cpu") // _PART)
     owners = torch.repeat_interleave(torch.arange(len(elements), dtype=torch.int32, device="cpu"), counts)
     return to_device(owners, device), (counts.cumsum(0) - counts).tolist()
 
@@ -107,7 +104,6 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
                     SOURCE=launch.TYPES[came],
                     TARGET=launch.TYPES[to],
                     PART=_PART,
-                    PARTS=_PARTS,
                     num_warps=_WARPS,
                     **launch.options(device, waits=False),
                 )
