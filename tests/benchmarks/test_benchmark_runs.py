@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.benchmarks import command, footprint, memory, report, rollout
+from stoker.benchmarks import command, footprint, memory, report, rollout, weight_updates
 from stoker.benchmarks.gate import GateError
 from stoker.benchmarks.scoring import SCENARIOS
 from stoker.weight_sync.change_detection import Changes, Look
@@ -173,7 +173,7 @@ def test_updates_from_where_they_can_be_had_are_timed_though_one_cannot(monkeypa
 
     monkeypatch.setattr(weights, "of_one_dtype", fail)
     for name in ("of_masters", "of_rounded", "of_elsewhere", "of_shards"):
-        way = weights.entry([1e-3], 0)
+        way = weight_updates.entry([1e-3], 0)
         monkeypatch.setattr(weights, name, lambda *_, name=name, way=way: {name: way})
     # One that its race has left out is no less a failure; one that cannot be had there is none.
     raced = {"live": {"skipped": "ValueError: gone", "failed": True}, "other": {"skipped": "peft is not installed"}}
@@ -185,7 +185,6 @@ def test_updates_from_where_they_can_be_had_are_timed_though_one_cannot(monkeypa
 
 
 def test_a_way_that_fails_is_left_out_of_the_race() -> None:
-    weights = importlib.import_module("stoker.benchmarks.weights")
     turns: list[str] = []
 
     def way(name: str) -> Any:
@@ -195,9 +194,9 @@ def test_a_way_that_fails_is_left_out_of_the_race() -> None:
                 raise RuntimeError("invalid device pointer")
             return 7
 
-        return weights.Way(prepare=list, update=update, check=lambda: True)
+        return weight_updates.Way(prepare=list, update=update, check=lambda: True)
 
-    found = weights.race({name: way(name) for name in ("one", "bad", "other")}, "cpu", 2, 1.0)
+    found = weight_updates.race({name: way(name) for name in ("one", "bad", "other")}, "cpu", 2, 1.0)
     assert turns == ["one", "bad", "other", *["one", "other"] * 3]
     assert found["bad"] == {"skipped": "RuntimeError: invalid device pointer", "failed": True}
     assert [len(found[name]["seconds"]) for name in ("one", "other")] == [2, 2] and found["one"]["bytes"] == 7
@@ -222,10 +221,10 @@ def test_updates_of_a_mirror_are_timed_where_each_is_like_the_one_before(monkeyp
 
     monkeypatch.setattr(Look, "__init__", making)
     monkeypatch.setattr(Look, "find_changes", finding)
-    weights.of_masters(scenario, "cpu", 1.0)
-    (_, *in_full), in_part = pulls[: -weights.WARM_UP - 1], pulls[-weights.WARM_UP - 1 :]
-    layer = len(weights.weight_ranks.first_layer(model := scenario.spec.build("meta", torch.float32)))
-    assert [*in_full[weights.WARM_UP :], *in_part[weights.WARM_UP :]] == [
+    weight_updates.of_masters(scenario, "cpu", 1.0)
+    (_, *in_full), in_part = pulls[: -weight_updates.WARM_UP - 1], pulls[-weight_updates.WARM_UP - 1 :]
+    layer = len(weight_updates.weight_ranks.first_layer(model := scenario.spec.build("meta", torch.float32)))
+    assert [*in_full[weight_updates.WARM_UP :], *in_part[weight_updates.WARM_UP :]] == [
         (count, count, 0) for count in (len(list(model.parameters())), layer)
     ]
 
