@@ -104,7 +104,9 @@ def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     for key in [key for key in _GROUPS if key[0] is not world]:
         del _GROUPS[key]  # or it would keep threads and sockets of a world that is gone
     if (world, ranks) not in _GROUPS:
-        _GROUPS[world, ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        # Since torch 2.15 its type allows for the number that a rank outside the group gets; this rank is within.
+        made: Any = dist.new_group(list(ranks), use_local_synchronization=True)
+        _GROUPS[world, ranks] = made
     return _GROUPS[world, ranks]
 
 
