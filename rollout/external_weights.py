@@ -51,13 +51,12 @@ class ExternalWeights:
     def put_in_service(self, staged: Staging) -> int:
         """Returns the bytes that were written.
 
-        Raises ``WeightTransferError`` where the model has other tensors by now than those it was received for. That is not
-        looked for again where no time has passed since.
+        Raises ``WeightTransferError`` where the model has other tensors by now than those it was received for.
         """
         source = self._binding.source
         now = source.bound
         replaced = now is not staged.targets and any(now.get(name) is not t for name, t in staged.targets.items())
-        if replaced or (not staged.held_as_before and self._binding.moved()):
+        if replaced or self._binding.moved():
             raise WeightTransferError(
                 "the model's tensors were replaced or changed in this process while the other weights arrived: send again, "
                 "and call update_weights again. What arrived was not taken"

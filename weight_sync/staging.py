@@ -40,7 +40,8 @@ class Staging:
     """The second of two buffers: what arrives is written here, in the dtypes of the engine, and put in service at once.
 
     So a transfer that dies half-way has changed nothing. It costs the memory of a second copy of what arrives while a
-    transfer is under way (none for tensors the caller holds anyway), and one copy at memory speed at its end.
+    transfer is under way (none for tensors the caller holds anyway), and one copy at memory speed at its end. A tensor that
+    comes in parts and is cast also lies there as it was sent, until its last part has come: it is compared with its announcement.
 
     As the judge of a transfer it wants what the engine does not hold at that moment, whoever wrote that: the sender's
     checksum of a tensor is compared with one of the tensor in service. Where dtypes differ, the latter has to be that
@@ -55,7 +56,6 @@ class Staging:
     check_finite: bool = False
     known: Known = field(default_factory=Known)
     passing: Collection[str] = ()
-    held_as_before: bool = field(default=False, init=False)
     _new: dict[str, Tensor] = field(default_factory=dict)
     _came: dict[str, int] = field(default_factory=dict)  # elements, of what does not fit none
     _problems: list[str] = field(default_factory=list)
@@ -128,8 +128,8 @@ class Staging:
         return apart and not any(in_doubt(self._as_cast(tensors), finite=self.check_finite))
 
     def hold_as_before(self, tensors: dict[str, Tensor]) -> None:
-        """As ``hold`` and ``finish``, of what is known to fit whatever the numbers. It takes no time."""
-        self._new, self.held_as_before = tensors, True
+        """As ``hold`` and ``finish``, of what is known to fit whatever the numbers."""
+        self._new = tensors
 
     @cached_property
     def _written(self) -> set[int]:
