@@ -26,6 +26,7 @@ from stoker.engine.layers.recurrent import RecurrentLayers
 from stoker.engine.module_settings import Settings, is_setting
 from stoker.engine.step_context import PackedPositions, ShapeProbe, cache_name
 from stoker.engine.supported_models import SCALED_BY_LENGTH, check_length, check_supported, decoder_of
+from stoker.engine.written_classes import build
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterRows
 
@@ -53,7 +54,7 @@ class ModelShell:
         # Skip classes that torch put in front of the model's own: composable DDP's cannot be built.
         kind = next(c for c in type(model).__mro__ if c.__module__.partition(".")[0] != "torch")
         with torch.device("meta"), _Undrawn(), torch.random.fork_rng(devices=[]):
-            self.module: Any = kind(config)
+            self.module: Any = build(kind, config)
         self.module.eval().requires_grad_(False)
         self.recurrent = RecurrentLayers(self.module)
         self.decoder: Any = decoder_of(self.module)
