@@ -10,8 +10,9 @@
 
 The loop need not mention weights: the first rollout after an optimizer step or ``load_state`` takes them anew. Where FSDP or
 ZeRO-3 shard them, that rollout gathers them, so every process has to make it. No other rollout communicates: processes may
-generate different numbers of prompts, at different times. Autocast is off in a rollout: under mixed precision the parameters
-stay in fp32, and so does the engine (DeepSpeed's are in bf16, and so is the engine).
+generate different numbers of prompts, at different times. Autocast is off in a rollout: under
+``mixed_precision="bf16"`` an engine on a GPU samples in bf16, from a copy of the parameters that stay in fp32 (of DeepSpeed's, which
+are in bf16, from themselves).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from stoker.integrations.mixed_precision import as_the_forward
 from stoker.integrations.trainer_memory import between_rollouts, sleep_after, wake_weights
 from stoker.kernels.errors import InvalidConfigError
 from stoker.kernels.interrupts import uninterrupted
@@ -74,6 +76,7 @@ class AcceleratedEngine:
         check_config(config)
         config = config or EngineConfig()
         config = replace(config, seed=config.seed + accelerator.process_index)
+        config = as_the_forward(config, accelerator, {p.dtype for p in model.parameters()})
         engine = _FollowedEngine(model, config=config, tokenizer=tokenizer)
         engine.taken = weakref.WeakMethod(self._weights_taken)
         self.engine: RolloutEngine = engine

@@ -9,8 +9,8 @@ TRL has no registry of generation backends. Most of its trainers ask ``trainer.v
 its own ``_generate``. ``attach`` puts an object with these methods there, wraps the function that makes all turns of a
 rollout, and patches nothing else. For GRPO this also turns on what TRL does with a backend that returns log-probabilities:
 the importance-sampling correction, and the ``sampling/`` metrics, which compare the engine's log-probabilities with the
-trainer's. The two agree best in one dtype: over fp32 weights TRL's default ``bf16=True`` runs the trainer's forward in bf16,
-while the engine samples in fp32, and the correction covers the difference.
+trainer's. The two agree best in one dtype. Over fp32 weights TRL's default ``bf16=True`` has the trainer's forward multiply in
+bf16; on a GPU the engine then samples in bf16, from a copy, and the correction covers what they still differ by.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from accelerated import PARAMS, PROMPTS, train_on
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from trl_setup import LOGPROB_TOLERANCE, make_model, plain_logprobs
 
+from stoker.integrations import accelerate as integration
 from stoker.integrations.accelerate import AcceleratedEngine
 from stoker.rollout import (
     EngineConfig,
@@ -343,6 +344,24 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Accelerator, "device", property(lambda _: torch.device("cuda:0")))
     with pytest.raises(InvalidConfigError, match=r"on cpu and the accelerator works on cuda:0.*prepare\(model\)"):
         AcceleratedEngine(accelerator, model)
+
+
+def test_over_fp32_weights_in_mixed_precision_a_gpu_samples_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def build(model: Any, *, config: EngineConfig, tokenizer: Any) -> Any:
+        found.append(config.dtype)
+        raise EngineStateError("that is all")
+
+    monkeypatch.setattr(integration, "_FollowedEngine", build)
+    monkeypatch.setattr(integration, "is_sharded", lambda model: True)  # whose parts may be on the host
+    accelerator, model = Accelerator(cpu=True), make_model()
+    monkeypatch.setattr(Accelerator, "mixed_precision", "bf16")
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.float32), ("cuda", torch.bfloat16)):
+        monkeypatch.setattr(Accelerator, "device", torch.device(device))
+        with pytest.raises(EngineStateError, match="that is all"):
+            AcceleratedEngine(accelerator, model.to(dtype))
+    assert found == ["auto", torch.bfloat16, "auto"]
 
 
 def test_parts_in_host_memory() -> None:

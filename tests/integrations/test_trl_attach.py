@@ -66,6 +66,32 @@ def test_a_model_that_is_on_the_host_until_training_begins(
     assert found == [torch.device("cuda:1"), torch.device("cpu")]
 
 
+def test_over_fp32_weights_in_mixed_precision_a_gpu_samples_in_bf16(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL loads a model by name in fp32, and its forward multiplies in bf16 by default."""
+    trainer, found = make_trainer("grpo"), []
+
+    def build(model: Any, *, config: EngineConfig, tokenizer: Any) -> Any:
+        found.append(config.dtype)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(integration, "RolloutEngine", build)
+    monkeypatch.setattr(type(trainer.accelerator), "mixed_precision", "bf16")
+    for device, config in (("cuda", None), ("cuda", EngineConfig(dtype="float32")), ("cpu", None)):
+        monkeypatch.setattr(type(trainer.accelerator), "device", torch.device(device))
+        attach(trainer, config=config)
+        detach(trainer)
+    assert found == [torch.bfloat16, torch.float32, "auto"]
+    monkeypatch.setattr(type(trainer.accelerator), "device", torch.device("cuda"))
+    for precision, dtype in (("no", torch.float32), ("fp16", torch.float32), ("bf16", torch.bfloat16)):
+        monkeypatch.setattr(type(trainer.accelerator), "mixed_precision", precision)
+        trainer.model.to(dtype)
+        attach(trainer)
+        detach(trainer)
+    assert found[3:] == ["auto"] * 3
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_attaching_where_completions_are_left_of_a_run_without_the_engine(make_trainer: MakeTrainer, kind: str) -> None:
     """Three steps on batches that are for two each: those of the last one do not come with what the engine's have."""
