@@ -26,6 +26,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from stoker.integrations.mixed_precision import as_the_forward
 from stoker.integrations.trl_callbacks import remove_callback
 from stoker.integrations.trl_checks import check_sampling, check_version, kinds_of
 from stoker.integrations.trl_sampling import live_model, sampling_params
@@ -139,11 +140,9 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         check_sampling(trainer)  # or an invalid setting would show only when training begins
         args = trainer.args
         if main:
-            self.engine = RolloutEngine(
-                live_model(trainer),
-                config=self._config or EngineConfig(seed=args.seed),
-                tokenizer=trainer.processing_class,
-            )
+            model, config = live_model(trainer), self._config or EngineConfig(seed=args.seed)
+            config = as_the_forward(config, trainer.accelerator, {p.dtype for p in model.parameters()})
+            self.engine = RolloutEngine(model, config=config, tokenizer=trainer.processing_class)
         self._trainer = trainer
         try:
             if self.engine is not None:

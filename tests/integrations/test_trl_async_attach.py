@@ -51,6 +51,24 @@ def test_what_cannot_work_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch
         trainer.rollout_worker.detach()
 
 
+def test_over_fp32_weights_in_mixed_precision_a_gpu_samples_in_bf16(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, found = make(count_a), []
+
+    def build(model: Any, *, config: EngineConfig, tokenizer: Any) -> Any:
+        found.append(config.dtype)
+        return SimpleNamespace(max_model_len=64, close=lambda: None)
+
+    monkeypatch.setattr(trl_async, "RolloutEngine", build)
+    monkeypatch.setattr(type(trainer.accelerator), "mixed_precision", "bf16")
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr(type(trainer.accelerator), "device", torch.device(device))
+        trainer.rollout_worker.attach(trainer)
+        trainer.rollout_worker.detach()
+    assert found == ["auto", torch.bfloat16]
+
+
 def test_an_interrupt_leaves_the_trainer_as_it_was(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(count_a)
     trainer.model.load_state_dict(
