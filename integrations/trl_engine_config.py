@@ -23,13 +23,15 @@ def resolve_auto(trainer: Any, model: nn.Module, config: EngineConfig) -> Engine
     accelerate's FSDP makes its parameters fp32 under mixed precision, while the forward goes on in the dtype they had. On a GPU, a
     model that was loaded in fp32 is sampled in the dtype of mixed precision (``as_the_forward``).
     """
-    if is_sharded(model) or getattr(unwrap(model), "quantization_method", None) is not None:
+    if getattr(unwrap(model), "quantization_method", None) is not None:
         return config
     parameters = [t for _, t, _ in named_tensors(model) if isinstance(t, nn.Parameter)]
+    own = {p.dtype for p in parameters}
+    if is_sharded(model):
+        return as_the_forward(config, trainer.accelerator, own)
     device = trainer.accelerator.device
     if config.device == "auto" and all(p.device.type != device.type for p in parameters):
         config = replace(config, device=device)
-    own = {p.dtype for p in parameters}
     state = trainer.accelerator.state
     if config.dtype == "auto" and getattr(state, "deepspeed_plugin", None) is not None:
         settings = state.deepspeed_plugin.deepspeed_config
