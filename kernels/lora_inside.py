@@ -225,16 +225,18 @@ def plus_adapters(
         for slot in range(first // RANK + 1, tl.minimum(entries, (first + ADDED) // RANK + 1)):
             rank = rank_of(table_ptr + slot * FIELDS, True)
             b_ptr = matrix_of(table_ptr + slot * FIELDS + 1, DTYPE, True)
-            its_b = tl.load(
-                b_ptr + its_columns[:, None] * rank + ranks[None, :], mask=(ranks < rank)[None, :], other=0.0
-            )
+            its_b_ptr = b_ptr + its_columns[:, None] * rank + ranks[None, :]
+            there = (ranks < rank)[None, :]
+            its_b = tl.load(its_b_ptr, mask=there, other=0.0)
             wide = tl.abs(its_b.to(tl.float32))
             finite = (wide == wide) & (wide != float("inf"))
             broken = tl.max(tl.max(tl.where(finite, 0, 1), axis=1), axis=0)
+            # Loaded with what stands for the rest, and not chosen afterwards: from 3.9 on, Triton fails to hand choices on to tensor
+            # cores. Rows beyond the last token become what they like.
+            whole = (rows < tokens) & ((broken == 0) | (own_slots != slot))
             place = hidden_ptr + (linear * tokens + rows) * COLUMNS + (slot - 1) * RANK
-            its_hidden = tl.load(place[:, None] + ranks[None, :], mask=(rows < tokens)[:, None], other=0.0)
-            its_hidden = tl.where((broken > 0) & (own_slots == slot)[:, None], float("nan"), its_hidden)
-            added = plus_product(added, its_hidden, tl.where(finite, its_b, 0.0).to(DTYPE), LEFT)
+            its_hidden = tl.load(place[:, None] + ranks[None, :], mask=whole[:, None], other=float("nan"))
+            added = plus_product(added, its_hidden, tl.load(its_b_ptr, mask=there & finite, other=0.0), LEFT)
     return added
 
 
