@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -71,6 +71,7 @@ class Generation:
         entropy: bool,
         adapter: AdapterChoice | Sequence[AdapterChoice],
         progress_bar: bool,
+        on_scored: Callable[[int, TokenLogprobs], None] | None,
     ) -> list[TokenLogprobs]:
         self._state.check_ready()
         self._loop.check_not_paused()
@@ -86,12 +87,19 @@ class Generation:
             requests.extend(self._requests.for_scoring(read, first, variant, adapters))
             return requests
 
-        self._loop.run("score", make, progress_bar=progress_bar)
-        return [
-            token_logprobs(sequence, r.scoring, entropy=entropy, error=r.error)
-            for (sequence, _), r in zip(read, requests, strict=True)
-            if r.scoring is not None
-        ]
+        results: list[TokenLogprobs] = []
+
+        def result(row: int) -> TokenLogprobs:
+            request = requests[row]
+            assert request.scoring is not None
+            return token_logprobs(read[row][0], request.scoring, entropy=entropy, error=request.error)
+
+        def ended(row: int) -> None:
+            results.append(result(row))
+            on_scored(row, results[row])  # type: ignore[misc]
+
+        self._loop.run("score", make, progress_bar=progress_bar, ended=ended if on_scored is not None else None)
+        return results or [result(row) for row in range(len(requests))]
 
     def submit(self, prompt: Prompt, sampling_params: SamplingParams | None, adapter: AdapterChoice) -> RolloutHandle:
         self._state.check_ready()
