@@ -227,6 +227,11 @@ class RolloutEngine:
         """Whether ``pause`` was called, by any thread, and ``resume`` not yet."""
         return self._loop.is_paused
 
+    @property
+    def is_paused_elsewhere(self) -> bool:
+        """Whether the latest ``pause`` was another thread's, so that its ``resume`` is that thread's to call."""
+        return self._loop.is_paused_elsewhere
+
     # -- weights -------------------------------------------------------------------------------------------------
 
     @torch.inference_mode(False)
