@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stoker.engine.request import Request
 from stoker.engine.request_scores import Scoring
+from stoker.kernels.errors import InvalidRequestError
 from stoker.rollout.adapters import AdapterChoice, Adapters
 from stoker.rollout.engine_state import EngineState
 from stoker.rollout.handles import RolloutHandle
@@ -19,6 +20,7 @@ from stoker.rollout.prompts import Prompt, Prompts, read_prompts
 from stoker.rollout.requests import RequestMaker, params_per_prompt, read_sequences, token_logprobs
 from stoker.rollout.sampling_params import SamplingParams
 from stoker.rollout.updates import WeightUpdates
+from stoker.rollout.user_values import shown
 
 
 class Generation:
@@ -75,6 +77,10 @@ class Generation:
     ) -> list[TokenLogprobs]:
         self._state.check_ready()
         self._loop.check_not_paused()
+        if on_scored is not None and not callable(on_scored):
+            raise InvalidRequestError(
+                f"on_scored={shown(on_scored)}: give a function of a sequence's number and its result"
+            )
         read, first = read_sequences(sequences, attention_mask, start, self._processor)
         variant = self._requests.variant(temperature, top_k)
         self._requests.check_sequences(read, first, isinstance(sequences, RolloutBatch))
