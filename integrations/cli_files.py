@@ -208,7 +208,7 @@ def _generate(args: argparse.Namespace) -> int:
             return False
         return all(isinstance(one, dict) and fields <= one.keys() for one in made)
 
-    return _write(args, lines, lambda *given: _completions(*given, params, args), is_result)
+    return _write(args, lines, lambda engine, todo, write: _completions(engine, todo, write, params, args), is_result)
 
 
 def _completions(engine: Any, lines: list[Line], write: _Write, params: Any, args: argparse.Namespace) -> None:
@@ -266,7 +266,7 @@ def _score(args: argparse.Namespace) -> int:
     return _write(
         args,
         lines,
-        lambda *given: _scores(*given, args),
+        lambda engine, todo, write: _scores(engine, todo, write, args),
         lambda record: all(name in record for name in made),
     )
 

@@ -267,10 +267,10 @@ class Loop:
 
             while told < len(requests):
                 self.drive(done)
-                new = range(told, len(requests) - len(left))
-                told = new.stop
-                for row in new if ended is not None else ():
-                    ended(row)
+                first, told = told, len(requests) - len(left)
+                if ended is not None:
+                    for row in range(first, told):
+                        ended(row)
 
     def drive(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
         """Step until ``done``; False where that took longer than ``timeout`` seconds.
