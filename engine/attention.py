@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from stoker.kernels.errors import UnsupportedModelError
+from stoker.kernels.errors import NotKeptError, UnsupportedModelError
 from stoker.kernels.reference.attention_plan import Visibility
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class MaskRule:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"it computes with masks, by their {name}, and the engine makes none")
+        raise NotKeptError(f"it computes with masks, by their {name}, and the engine makes none")
 
     def first_difference(self, told: Visibility, length: int, device: torch.device) -> int | None:
         """The first query below ``length`` whose mask and attention see different keys; None where there is none."""
@@ -133,6 +133,8 @@ def _probed(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """As ``_paged``, in a ``ShapeProbe``, which keeps the mask's rule."""
+    if "stoker_context" not in options:
+        raise UnsupportedModelError(f"{type(module).__name__} does not pass the forward's keywords on to its attention")
     if isinstance(attention_mask, MaskRule):
         options["stoker_context"].masks[module.layer_idx] = attention_mask
         attention_mask = None

@@ -27,7 +27,7 @@ from stoker.engine.module_settings import Settings, is_setting
 from stoker.engine.step_context import PackedPositions, ShapeProbe, cache_name
 from stoker.engine.supported_models import SCALED_BY_LENGTH, check_length, check_supported, decoder_of
 from stoker.engine.written_classes import build
-from stoker.kernels.errors import UnsupportedModelError
+from stoker.kernels.errors import UnsupportedModelError, first_line
 from stoker.kernels.reference.lora import AdapterRows
 
 _OF_THE_SHELL = {"training", "layer_idx"}  # settings of modules that the shell does not take over
@@ -66,6 +66,9 @@ class ModelShell:
         self.max_model_len = max_model_len
         self.num_layers = int(self.config.num_hidden_layers)
         self.vocab = int(self.module.get_output_embeddings().weight.shape[0])
+        self.embedded = int(
+            self.module.get_input_embeddings().weight.shape[0]
+        )  # more than that in a model with a narrower head
         self.has_wide_head = False
         self.same_keys: dict[int, int] = {}  # layers that attend to another layer's keys: which one's
         self._places: dict[
@@ -167,8 +170,14 @@ class ModelShell:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of any kind: this is where an unknown architecture first meets the engine
+            cause = str(error)
+            if not isinstance(error, UnsupportedModelError):
+                cause = (
+                    "its code fails on the tokens of several sequences in one row, without masks, with "
+                    f"{type(error).__name__}: {first_line(error)}"
+                )
             raise UnsupportedModelError(
-                f"{name} does not run in the engine ({error}): use model.generate for it"
+                f"{name} does not run in the engine ({cause}): use model.generate for it"
             ) from error
         shapes = probe.shapes(self.num_layers)
         self.same_keys = {i: shape.same_as for i, shape in enumerate(shapes) if shape.same_as is not None}
@@ -319,7 +328,9 @@ def _split(module: Any) -> tuple[nn.Module, nn.Module, _GivenHiddenStates]:
     embeddings = module.get_input_embeddings()
     bases = [(n, m) for n, m in module.named_children() if m is not embeddings and embeddings in m.modules()]
     if len(bases) != 1:
-        raise UnsupportedModelError(f"{type(module).__name__} has no base model besides its head")
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has no base model besides its head: use model.generate for it"
+        )
     ((name, base),) = bases
     if module.get_output_embeddings() in base.modules():  # a text model within a model
         return _split(base)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.masking_utils import create_causal_mask
 
 from stoker.engine.cache.kv_cache import LayerShape, StateShape
-from stoker.kernels.errors import UnsupportedModelError
+from stoker.kernels.errors import NotKeptError, UnsupportedModelError
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.attention_plan import PLAIN, Visibility
 from stoker.kernels.reference.norm_rotary import QKNorm
@@ -196,6 +196,11 @@ class PackedPositions:
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotKeptError(
+            f"its cache would need {name!r}, for more than keys, values and the states of recurrences that the engine knows"
+        )
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
         return self.positions - torch.arange(self.positions.shape[0], device=self.positions.device)

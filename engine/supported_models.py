@@ -43,7 +43,9 @@ def check_supported(model: nn.Module) -> None:
         raise UnsupportedModelError(f"{name} is an encoder and a decoder: use model.generate for it")
     # Hybrid models do not say so, and are tried.
     if not getattr(model, "_supports_attention_backend", False) and not getattr(model, "_is_stateful", False):
-        raise UnsupportedModelError(f"{name} does not route its attention through transformers' AttentionInterface")
+        raise UnsupportedModelError(
+            f"{name} does not route its attention through transformers' AttentionInterface: use model.generate for it"
+        )
 
 
 def check_experts(model: nn.Module, dtype: torch.dtype) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
@@ -40,8 +40,10 @@ first token to score (1, the second token, where there is none: the first has no
 you like. OUTPUT gets one line for each, in order: the same object with "scored_token_ids" and "logprobs", in nats and
 one a token from "start" on, or with "error" where a line could not be scored.
 
-A run that was killed goes on where it stopped when the same command is run again.
+Each line is written once it is scored. A run that was killed goes on where it stopped when the same command is run
+again.
 """
+_Write = Callable[[dict[str, Any]], None]  # the next line of the output
 
 
 def add_generate(commands: Any, epilog: str) -> None:
@@ -131,10 +133,10 @@ def _read(args: argparse.Namespace, kinds: tuple[str, ...], results: tuple[str, 
 def _write(
     args: argparse.Namespace,
     lines: list[Line],
-    records: Callable[[Any, list[Line]], Iterator[dict[str, Any]]],
+    run: Callable[[Any, list[Line], _Write], None],
     is_result: Callable[[dict[str, Any]], bool],
 ) -> int:
-    """Write what ``records(engine, lines)`` gives for the lines that are not done yet; returns the exit code.
+    """Have ``run(engine, lines, write)`` write the record of each line that is not done yet; returns the exit code.
 
     is_result: whether a record, read from an output, may be one of them.
     """
@@ -151,9 +153,12 @@ def _write(
         with load(args) as engine, tqdm(total=len(lines), initial=first, unit="line", disable=None) as progress:
             if engine.tokenizer is None and any(not isinstance(line.prompt[0], int) for line in lines):
                 raise CommandError(f"{args.model} has no tokenizer: every line needs token_ids")
-            for record in records(engine, lines[first:]):
+
+            def write(record: dict[str, Any]) -> None:
                 writer.write(record)
                 progress.update()
+
+            run(engine, lines[first:], write)
     return _failures(writer)
 
 
@@ -203,11 +208,11 @@ def _generate(args: argparse.Namespace) -> int:
             return False
         return all(isinstance(one, dict) and fields <= one.keys() for one in made)
 
-    return _write(args, lines, lambda engine, todo: _completions(engine, todo, params, args), is_result)
+    return _write(args, lines, lambda engine, todo, write: _completions(engine, todo, write, params, args), is_result)
 
 
-def _completions(engine: Any, lines: list[Line], params: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The output record of each line, in order; later lines run while earlier ones are waited for."""
+def _completions(engine: Any, lines: list[Line], write: _Write, params: Any, args: argparse.Namespace) -> None:
+    """Write the output record of each line, in order; later lines run while earlier ones are waited for."""
     _check_flags(engine, params, args.adapter)
     tokens = args.tokens or engine.tokenizer is None
     ahead = max(1, 4 * args.max_num_seqs // args.n)
@@ -224,13 +229,13 @@ def _completions(engine: Any, lines: list[Line], params: Any, args: argparse.Nam
             return
         line, request = under_way.popleft()
         if isinstance(request, InvalidRequestError):
-            yield {**line.fields, "error": _of_one(request, "prompt")}
+            write({**line.fields, "error": _of_one(request, "prompt")})
             continue
         output = request.result()
         if output.error is not None:
-            yield {**line.fields, "error": str(output.error)}
+            write({**line.fields, "error": str(output.error)})
             continue
-        yield {**line.fields, "completions": [_completion(c, tokens) for c in output.completions]}
+        write({**line.fields, "completions": [_completion(c, tokens) for c in output.completions]})
 
 
 def _check_flags(engine: Any, params: Any, adapter: str | None) -> None:
@@ -261,46 +266,48 @@ def _score(args: argparse.Namespace) -> int:
     return _write(
         args,
         lines,
-        lambda engine, todo: _scores(engine, todo, args),
+        lambda engine, todo, write: _scores(engine, todo, write, args),
         lambda record: all(name in record for name in made),
     )
 
 
-def _scores(engine: Any, lines: list[Line], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The output record of each line, in order; some hundred lines are scored together."""
+def _scores(engine: Any, lines: list[Line], write: _Write, args: argparse.Namespace) -> None:
+    """Write the output record of each line, in order, as soon as it is scored; some hundred lines go together."""
 
-    def score(some: list[Line]) -> list[Any]:
-        start = [line.fields.get("start", 1) for line in some]
-        return engine.score(  # type: ignore[no-any-return]
+    def score(some: list[Line]) -> None:
+        engine.score(
             [line.prompt for line in some],
-            start=start,
+            start=[line.fields.get("start", 1) for line in some],
             temperature=args.temperature,
             entropy=args.entropy,
             adapter=args.adapter,
+            on_scored=lambda row, one: write(_scored(some[row], one)),
         )
 
     todo = iter(lines)
     while some := list(islice(todo, 4 * args.max_num_seqs)):
-        for line, one in zip(some, _halved(score, some), strict=True):
-            error = one if isinstance(one, InvalidRequestError) else one.error
-            if error is not None:
-                yield {**line.fields, "error": _of_one(error, "sequence")}
-                continue
-            record = {**line.fields, "scored_token_ids": one.token_ids.tolist(), "logprobs": one.logprobs.tolist()}
-            if args.entropy:
-                record["entropies"] = one.entropy.tolist()
-            yield record
+        _halved(score, some, write)
 
 
-def _halved(score: Callable[[list[Line]], list[Any]], lines: list[Line]) -> list[Any]:
-    """The score of each line. A line that is refused, before any work, is found by halving; the others stay together."""
+def _scored(line: Line, one: Any) -> dict[str, Any]:
+    if one.error is not None:
+        return {**line.fields, "error": _of_one(one.error, "sequence")}
+    record = {**line.fields, "scored_token_ids": one.token_ids.tolist(), "logprobs": one.logprobs.tolist()}
+    if one.entropy is not None:
+        record["entropies"] = one.entropy.tolist()
+    return record
+
+
+def _halved(score: Callable[[list[Line]], None], lines: list[Line], write: _Write) -> None:
+    """Score each line. A line that is refused, before any work, is found by halving; the others stay together."""
     try:
         return score(lines)
     except InvalidRequestError as error:
         if len(lines) == 1:
-            return [error]
+            return write({**lines[0].fields, "error": _of_one(error, "sequence")})
     middle = len(lines) // 2
-    return _halved(score, lines[:middle]) + _halved(score, lines[middle:])
+    _halved(score, lines[:middle], write)
+    _halved(score, lines[middle:], write)
 
 
 def _of_one(error: StokerError, what: str) -> str:

@@ -264,15 +264,15 @@ class Server:
         return await self._health(request)
 
     def _pause(self, **how: Any) -> None:
+        self._has_paused = not self._engine.is_paused_elsewhere  # or its owner is to end that pause
         self._engine.pause(**how)
-        self._has_paused = True
 
     def _resume(self, **how: Any) -> None:
         self._engine.resume(**how)
         self._has_paused = False
 
     def _end_pause(self) -> None:
-        if self._has_paused and self._engine.is_paused:
+        if self._has_paused and self._engine.is_paused and not self._engine.is_paused_elsewhere:
             with suppress(EngineStateError):  # it is closed, or asleep with its owner's requests under way
                 self._resume()
 

@@ -107,6 +107,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         self._trainer: Any = None
         self._callback: TrainerCallback | None = None
         self._gave_budget = False
+        self._has_paused = False  # for an optimizer step that has not come to its end
         self._loop: EngineLoop | None = None
         self._thread: threading.Thread | None = None
         self.engine: RolloutEngine | None = None
@@ -227,7 +228,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
                 self._loop.request_stop()
                 self._loop = None
         end = time.monotonic() + _STOP_S
-        while self.engine is not None and self.engine.is_paused:  # since an optimizer step failed
+        while self._has_paused and self.engine is not None and self.engine.is_paused:  # since an optimizer step failed
             self.engine.pause("abort")  # nothing may run on the weights it has left
             self._thread.join(0.1)  # the thread may still submit requests
             if not self._thread.is_alive() or time.monotonic() > end:
@@ -291,11 +292,15 @@ class _AroundOptimizerSteps(TrainerCallback):  # type: ignore[misc]
         self._rollouts.start()  # TRL does so at a trainer's first run only
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self._engine.pause("keep")
+        self._rollouts._has_paused = not self._engine.is_paused_elsewhere  # or whoever has paused it ends that
+        if self._rollouts._has_paused:
+            self._engine.pause("keep")
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._engine.update_weights()
-        self._engine.resume(recompute=self._recompute)
+        if self._rollouts._has_paused:
+            self._engine.resume(recompute=self._recompute)
+            self._rollouts._has_paused = False
 
 
 def _loop(rollouts: AsyncRollouts, trainer: Any, engine: RolloutEngine) -> EngineLoop:

@@ -24,6 +24,10 @@ class UnsupportedModelError(StokerError, ValueError):
     """A model whose architecture, wrapper or dtype this engine does not run."""
 
 
+class NotKeptError(UnsupportedModelError, AttributeError):
+    """What a model's code asks a stand-in of the engine for, and the engine does not have. For ``hasattr`` it is not there."""
+
+
 class WeightsMovedError(StokerError, RuntimeError):
     """The trainer's parameters are no longer the tensors the engine was bound to."""
 

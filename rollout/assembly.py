@@ -165,6 +165,7 @@ def requests(
     return RequestMaker(
         tokenizer=tokenizer,
         vocab=vocab,
+        embedded=binding.shell.embedded,
         constraint=ConstraintMaker(tokenizer, vocab),
         find_eos_ids=partial(_eos_ids, binding, tokenizer),
         max_model_len=model_len,

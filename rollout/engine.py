@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, Self
@@ -142,6 +142,7 @@ class RolloutEngine:
         entropy: bool = False,
         adapter: AdapterChoice | Sequence[AdapterChoice] = LIVE,
         progress_bar: bool = False,
+        on_scored: Callable[[int, TokenLogprobs], None] | None = None,
     ) -> list[TokenLogprobs]:
         """Log-probability of each given token from ``start`` on, under ``softmax(logits / temperature)``.
 
@@ -151,7 +152,8 @@ class RolloutEngine:
         scores). start: the first token scored, counted without padding; one for all or one per sequence
         (``prompt_mask.sum(1)``, say). The first token of a sequence has no log-probability. top_k: how many of the most
         likely tokens to give at each position; entropy: of the distribution at each position. adapter: as for
-        ``generate_batch``, and progress_bar too.
+        ``generate_batch``, and progress_bar too. on_scored: called with each sequence's number and result, in order, as soon as
+        it and those before it are scored, so that a long call can be followed; an exception in it ends the call.
 
         Consecutive sequences with the same tokens before ``start`` compute them once; with the prefix cache, so do any
         sequences with what they begin with, scores included. Tensors are on the host, in the order of the sequences;
@@ -161,7 +163,7 @@ class RolloutEngine:
         and carries an ``error``; the others do not.
         """
         return self._generation.score(
-            sequences, attention_mask, start, temperature, top_k, entropy, adapter, progress_bar
+            sequences, attention_mask, start, temperature, top_k, entropy, adapter, progress_bar, on_scored
         )
 
     @torch.inference_mode(False)
@@ -224,6 +226,11 @@ class RolloutEngine:
     def is_paused(self) -> bool:
         """Whether ``pause`` was called, by any thread, and ``resume`` not yet."""
         return self._loop.is_paused
+
+    @property
+    def is_paused_elsewhere(self) -> bool:
+        """Whether the latest ``pause`` was another thread's, so that its ``resume`` is that thread's to call."""
+        return self._loop.is_paused_elsewhere
 
     # -- weights -------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stoker.engine.request import Request
 from stoker.engine.request_scores import Scoring
+from stoker.kernels.errors import InvalidRequestError
 from stoker.rollout.adapters import AdapterChoice, Adapters
 from stoker.rollout.engine_state import EngineState
 from stoker.rollout.handles import RolloutHandle
@@ -19,6 +20,7 @@ from stoker.rollout.prompts import Prompt, Prompts, read_prompts
 from stoker.rollout.requests import RequestMaker, params_per_prompt, read_sequences, token_logprobs
 from stoker.rollout.sampling_params import SamplingParams
 from stoker.rollout.updates import WeightUpdates
+from stoker.rollout.user_values import shown
 
 
 class Generation:
@@ -71,9 +73,14 @@ class Generation:
         entropy: bool,
         adapter: AdapterChoice | Sequence[AdapterChoice],
         progress_bar: bool,
+        on_scored: Callable[[int, TokenLogprobs], None] | None,
     ) -> list[TokenLogprobs]:
         self._state.check_ready()
         self._loop.check_not_paused()
+        if on_scored is not None and not callable(on_scored):
+            raise InvalidRequestError(
+                f"on_scored={shown(on_scored)}: give a function of a sequence's number and its result"
+            )
         read, first = read_sequences(sequences, attention_mask, start, self._processor)
         variant = self._requests.variant(temperature, top_k)
         self._requests.check_sequences(read, first, isinstance(sequences, RolloutBatch))
@@ -86,12 +93,19 @@ class Generation:
             requests.extend(self._requests.for_scoring(read, first, variant, adapters))
             return requests
 
-        self._loop.run("score", make, progress_bar=progress_bar)
-        return [
-            token_logprobs(sequence, r.scoring, entropy=entropy, error=r.error)
-            for (sequence, _), r in zip(read, requests, strict=True)
-            if r.scoring is not None
-        ]
+        results: list[TokenLogprobs] = []
+
+        def result(row: int) -> TokenLogprobs:
+            request = requests[row]
+            assert request.scoring is not None
+            return token_logprobs(read[row][0], request.scoring, entropy=entropy, error=request.error)
+
+        def ended(row: int) -> None:
+            results.append(result(row))
+            on_scored(row, results[row])  # type: ignore[misc]
+
+        self._loop.run("score", make, progress_bar=progress_bar, ended=ended if on_scored is not None else None)
+        return results or [result(row) for row in range(len(requests))]
 
     def submit(self, prompt: Prompt, sampling_params: SamplingParams | None, adapter: AdapterChoice) -> RolloutHandle:
         self._state.check_ready()

@@ -232,30 +232,45 @@ class Loop:
     def add(self, call: str, requests: Sequence[Request]) -> None:
         self.do(call, lambda: self.core.add(self._runnable(requests)))
 
-    def run(self, call: str, make: Callable[[], Sequence[Request]], *, progress_bar: bool) -> None:
-        """Run steps until the requests that ``make`` gives are done. After an interrupt none of them holds anything."""
+    def run(
+        self,
+        call: str,
+        make: Callable[[], Sequence[Request]],
+        *,
+        progress_bar: bool,
+        ended: Callable[[int], None] | None = None,
+    ) -> None:
+        """Run steps until the requests that ``make`` gives are done. After an interrupt none of them holds anything.
+
+        ended: called with the number of each request, in order, between two steps, once it and all before it are done.
+        """
         requests: Sequence[Request] = ()
         try:
             with self.gate(f"start {call}"):
                 requests = make()
                 self.add(f"start {call}", requests)
-            self._finish(requests, progress_bar)
+            self._finish(requests, progress_bar, ended)
         except BaseException:
             self.abort(requests)
             raise
 
-    def _finish(self, requests: Sequence[Request], progress_bar: bool) -> None:
+    def _finish(self, requests: Sequence[Request], progress_bar: bool, ended: Callable[[int], None] | None) -> None:
         with tqdm(total=len(requests), unit="sequence", disable=not progress_bar) as progress:
-            left = list(requests[::-1])
+            left, told = list(requests[::-1]), 0
 
             def done() -> bool:  # asked after every step: looking at all requests would cost as much as the step
                 while left and left[-1].status is Status.FINISHED:
                     left.pop()
                 if progress_bar:
                     progress.update(sum(r.status is Status.FINISHED for r in requests) - progress.n)
-                return not left
+                return not left or (ended is not None and len(left) < len(requests) - told)
 
-            self.drive(done)
+            while told < len(requests):
+                self.drive(done)
+                first, told = told, len(requests) - len(left)
+                if ended is not None:
+                    for row in range(first, told):
+                        ended(row)
 
     def drive(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
         """Step until ``done``; False where that took longer than ``timeout`` seconds.

@@ -207,8 +207,11 @@ def _tokenizer(tokenizer: Any, what: str) -> Any:
     return tokenizer
 
 
-def check_ids(name: str, ids: list[int], vocab: int) -> None:
-    """Raise ``InvalidRequestError`` for ids that are no sequence of this vocabulary."""
+def check_ids(name: str, ids: list[int], vocab: int, embedded: int) -> None:
+    """Raise ``InvalidRequestError`` for ids that are no sequence of this vocabulary.
+
+    embedded: how many ids have an embedding, also where the head has no output for them.
+    """
     if not ids:
         raise InvalidRequestError(f"{name} is empty: give at least one token (a BOS token, say)")
     if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocab:
@@ -218,7 +221,11 @@ def check_ids(name: str, ids: list[int], vocab: int) -> None:
                 f"{name} has a {type(token).__name__} of length {len(token)} at position {at}: give one flat list of "
                 f"token ids, integers from 0 to {vocab - 1}"
             )
-        hint = " (the model's vocabulary; is the tokenizer its own?)" if type(token) is int and token >= vocab else ""
+        hint = ""
+        if type(token) is int and vocab <= token < embedded:
+            hint = f": the model has embeddings of {embedded} tokens, and outputs for {vocab}, which prompts have to keep to"
+        elif type(token) is int and token >= vocab:
+            hint = " (the model's vocabulary; is the tokenizer its own?)"
         raise InvalidRequestError(
             f"{name} has {shown(token)} at position {at}: token ids are integers from 0 to {vocab - 1}{hint}"
         )

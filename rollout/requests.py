@@ -76,6 +76,7 @@ class RequestMaker:
 
     tokenizer: Any
     vocab: int
+    embedded: int  # how many ids the model has embeddings of, which may be more than it has outputs for
     constraint: ConstraintMaker
     find_eos_ids: Callable[[], frozenset[int]]
     max_model_len: int
@@ -98,7 +99,7 @@ class RequestMaker:
             self._check_prompt(f"prompt {row}", prompt, p)
 
     def _check_prompt(self, name: str, prompt: list[int], params: SamplingParams) -> None:
-        check_ids(name, prompt, self.vocab)
+        check_ids(name, prompt, self.vocab, self.embedded)
         if len(prompt) >= self.max_model_len:
             raise InvalidRequestError(
                 f"{name} has {len(prompt)} tokens and max_model_len is {self.max_model_len}, so nothing can be "
@@ -147,7 +148,7 @@ class RequestMaker:
 
     def _check_sequence(self, name: str, sequence: list[int], start: Any, of_rollout: bool) -> None:
         length = len(sequence)
-        check_ids(name, sequence, self.vocab)
+        check_ids(name, sequence, self.vocab, self.embedded)
         if length > self.max_model_len:
             raise InvalidRequestError(
                 f"{name} has {length} tokens and max_model_len is {self.max_model_len}: shorten it or raise "

@@ -20,6 +20,7 @@ from stoker.weight_sync.adapter_files import model_of
 from stoker.weight_sync.checksum import WeightReport
 from stoker.weight_sync.rank_agreement import in_step, ranks_of, telling
 from stoker.weight_sync.receiving import NewWeights
+from stoker.weight_sync.shards import is_sharded
 from stoker.weight_sync.staging import Staging
 
 _T = TypeVar("_T")
@@ -80,7 +81,7 @@ class WeightUpdates:
     def _put_in_service(self, staged: Staging | None, version: int | None) -> None:
         def look() -> bool:
             if staged is None:  # a glance: whatever starts afterwards calls ``notice`` first
-                self.last_bytes = self._look(self._binding.refresh)
+                self.last_bytes = self._look(self._binding.refresh, together=True)
             else:
                 self.last_bytes = self._look(lambda: self._external.put_in_service(staged))
             # What is under way goes on under these weights, and what slots derive is made of them, before a call looks.
@@ -164,13 +165,18 @@ class WeightUpdates:
         if error is not None:
             raise error
 
-    def _look(self, look: Callable[[], _T]) -> _T:
-        """Take weights; caches and version are out of date from then on. What is refused has changed nothing."""
+    def _look(self, look: Callable[[], _T], *, together: bool = False) -> _T:
+        """Take weights; caches and version are out of date from then on. What is refused has changed nothing.
+
+        together: with other ranks, where the model is sharded. In whatever one of them fails, all refuse, and keep their version:
+        nothing was written, or nothing runs before an update that succeeds.
+        """
         behind, self._behind = self._behind, True
         try:
             return look()
-        except StokerError:
-            self._behind = behind
+        except Exception as error:
+            if isinstance(error, StokerError) or (together and is_sharded(self._binding.model)):
+                self._behind = behind
             raise
 
     def load_adapter(self, name: str, source: Any, check: Callable[[], None]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from trl_setup import make_model, make_tokenizer
 
+from stoker.engine.core import EngineCore
 from stoker.integrations.cli import main
 from stoker.integrations.jsonl import ResumableWriter
 
@@ -53,4 +54,17 @@ def killed_after(lines: int, command: list[str]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     ResumableWriter.write = write_and_die  # type: ignore[method-assign]
+    main(command)
+
+
+def killed_at_step(number: int, command: list[str]) -> None:
+    """The same, as soon as its engine begins the step of that number, counted from 1."""
+    step, left = EngineCore.step, iter(range(number - 1, -1, -1))
+
+    def die_or_step(core: EngineCore) -> Any:
+        if not next(left):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(core)
+
+    EngineCore.step = die_or_step  # type: ignore[method-assign]
     main(command)

@@ -115,14 +115,16 @@ def building(rank: int, sharding: str) -> None:
 
 
 def lack_of_memory(rank: int, sharding: str) -> None:
-    """A rank that has no memory for a gather refuses, and all keep what they had. One that has none for placing what came takes
-    part to the end, and no rank generates before the next update."""
+    """A rank that has no memory to look, or for a gather, refuses, and all keep what they had, and their version. One that has none
+    for placing what came takes part to the end, and no rank generates before the next update."""
     shard = {"fsdp2": by_fsdp2, "two meshes": by_two_meshes}[sharding]
     twin, model, fails = small(), shard(small()), rank == dist.get_world_size() - 1
     optimizers = sgd(twin), sgd(model)
     with RolloutEngine(model, config=replace(CONFIG, gather_memory="64KiB")) as engine:
         for step, (owner, name, calls) in enumerate(
             [
+                (mirrored_source, "read", 0),
+                (mirrored_source, "Look", 0),
                 (gather, "buffers_for", 0),
                 (gather._Part, "pack", 3),
                 (gather._Part, "place", 3),
@@ -134,8 +136,9 @@ def lack_of_memory(rank: int, sharding: str) -> None:
             with noted(name), pytest.MonkeyPatch.context() as patch:
                 if fails:
                     patch.setattr(owner, name, out_of_memory(getattr(owner, name), calls))
-                if name == "buffers_for":
-                    told(rank, engine.update_weights, "no memory to gather weights in: none left")
+                if name in ("read", "Look", "buffers_for"):
+                    asking = "no memory to gather weights in: " if name == "buffers_for" else "^"
+                    told(rank, engine.update_weights, f"{asking}none left")
                     engine.generate_batch([PROMPT], PARAMS)
                 else:
                     half_way = "The weights are now in parts old and new"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import ranks
-from cli_setup import killed_after, make_files, make_folder, read, write
+from cli_setup import killed_after, killed_at_step, make_files, make_folder, read, write
 
 from stoker.integrations import jsonl
 from stoker.integrations.cli import main
@@ -46,6 +46,23 @@ def test_a_killed_run_goes_on_where_it_stopped(folder: str, tmp_path: Path) -> N
     assert killed.count(b"\n") == 7
     target.write_bytes(killed + b'{"token_ids": [')  # as a kill in the middle of a line leaves it
     assert main(["generate", folder, source, str(target), *flags]) == 0
+    assert target.read_bytes() == whole.read_bytes()
+
+
+def test_a_killed_run_keeps_each_line_that_was_scored(folder: str, tmp_path: Path) -> None:
+    """Not only the lines of parts that were scored to their end."""
+    source = write(tmp_path / "in", [{"token_ids": [3 + i // 4, 4, 5 + i % 4], "start": 2} for i in range(24)])
+    flags = ["--max-num-seqs", "8"]  # 4 times as many go together: all
+    whole, target = tmp_path / "whole", tmp_path / "out"
+    assert main(["score", folder, source, str(whole), *flags]) == 0
+
+    process = ranks.context().Process(target=killed_at_step, args=(3, ["score", folder, source, str(target), *flags]))
+    process.start()
+    process.join(300)
+    assert process.exitcode == -signal.SIGKILL
+    killed = target.read_bytes()
+    assert killed and whole.read_bytes().startswith(killed) and killed.count(b"\n") == 16
+    assert main(["score", folder, source, str(target), *flags]) == 0
     assert target.read_bytes() == whole.read_bytes()
 
 

@@ -302,6 +302,15 @@ def test_a_pause_asked_for_over_http_ends_with_the_server() -> None:
         with serve(engine, port=0, control=True):
             engine.pause()
         assert engine.is_paused
+        with serve(engine, port=0, control=True) as server:  # a request's pause within the owner's
+            post(server, "/pause", {})
+        assert engine.is_paused
+        engine.resume()
+        with serve(engine, port=0, control=True) as server:  # one that the owner has ended, and then made one himself
+            post(server, "/pause", {})
+            engine.resume()
+            engine.pause()
+        assert engine.is_paused
         with serve(engine, port=0, control=True) as server:
             engine.resume()
             post(server, "/pause", {})

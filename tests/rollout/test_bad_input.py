@@ -5,6 +5,7 @@ import copy
 import math
 import pickle
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,9 +15,12 @@ import torch
 from family_fields import VOCAB
 from small_engine import llama
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 from transformers import (
     BatchEncoding,
     GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
 from usable import CONFIG, GREEDY, PROMPT, assert_usable
@@ -53,6 +57,25 @@ def tokenizer() -> PreTrainedTokenizerFast:
     core = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
+
+
+def test_ids_that_the_model_has_embeddings_of_and_no_outputs_for():
+    class WithNarrowHead(LlamaForCausalLM):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size - 8, bias=False)
+
+    model = WithNarrowHead(copy.deepcopy(llama().config))
+    with RolloutEngine(model, config=CONFIG) as engine:
+        told = (
+            f": the model has embeddings of {VOCAB} tokens, and outputs for {VOCAB - 8}, which prompts have to keep to$"
+        )
+        for refused in (partial(engine.generate_batch, [[1, VOCAB - 1]]), partial(engine.score, [[1, VOCAB - 8]])):
+            with pytest.raises(InvalidRequestError, match=told):
+                refused()
+        with pytest.raises(InvalidRequestError, match=r"is the tokenizer its own\?\)$"):
+            engine.generate_batch([[1, VOCAB]])
+        assert_usable(engine, model)
 
 
 # -- prompts and parameters --------------------------------------------------------------------------------------

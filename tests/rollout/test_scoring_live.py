@@ -54,6 +54,44 @@ def test_beside_requests_that_are_under_way():
             check(handle.result().prompt_logprobs, model, prompt, 1)
 
 
+def test_each_score_is_told_when_it_is_there():
+    """In order, between two steps, with what the call returns in the end; later sequences are still to come."""
+    model, told, finished = model_of("qwen3"), [], []
+    shared = draw(1, 20)
+    sequences = [(shared if i < 6 else draw(i, 20)) + draw(10 + i, 5) for i in range(12)]
+    with engine_of(model, max_num_seqs=2) as engine:
+
+        def tell(row, one):
+            told.append((row, one))
+            finished.append(engine.stats().finished_requests)
+            if row == 3:  # a call of its own, for which no step must be under way
+                check(engine.score([sequences[-1]], start=20)[0], model, sequences[-1], 20)
+
+        scores = engine.score(sequences, start=20, entropy=True, on_scored=tell)
+        assert [row for row, _ in told] == list(range(12))
+        assert all(one is score for (_, one), score in zip(told, scores, strict=True))
+        assert finished[0] < 4 and finished == sorted(finished)
+        for one, ids in zip(scores, sequences, strict=True):
+            check(one, model, ids, 20)
+
+
+def test_an_exception_of_who_is_told_ends_the_call():
+    model, told = model_of("qwen3"), []
+    sequences = [draw(i, 25) for i in range(8)]
+    with engine_of(model, max_num_seqs=2) as engine:
+
+        def tell(row, one):
+            told.append(row)
+            if row == 2:
+                raise OSError("no room")
+
+        with pytest.raises(OSError, match="no room"):
+            engine.score(sequences, on_scored=tell)
+        assert told == [0, 1, 2] and not engine.core.has_work
+        for one, ids in zip(engine.score(sequences), sequences, strict=True):
+            check(one, model, ids, 1)
+
+
 def test_of_a_batch_that_was_aborted_the_tokens_there_are():
     """One row a completion, also where it has none."""
     model = model_of("qwen3")
