@@ -66,9 +66,8 @@ class ModelShell:
         self.max_model_len = max_model_len
         self.num_layers = int(self.config.num_hidden_layers)
         self.vocab = int(self.module.get_output_embeddings().weight.shape[0])
-        self.embedded = int(
-            self.module.get_input_embeddings().weight.shape[0]
-        )  # more than that in a model with a narrower head
+        # The ids with an embedding: more than those with an output where the head is narrower.
+        self.embedded = int(self.module.get_input_embeddings().weight.shape[0])
         self.has_wide_head = False
         self.same_keys: dict[int, int] = {}  # layers that attend to another layer's keys: which one's
         self._places: dict[
