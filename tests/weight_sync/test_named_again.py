@@ -149,6 +149,18 @@ def test_numbers_that_matter_are_looked_at_each_time(why: str) -> None:
         update(given, targets, known, finite=why == "finite")
 
 
+def test_targets_that_are_exchanged_are_so_each_time() -> None:
+    known = Known()
+    first, second = torch.randn(6, 6), torch.randn(6, 6)
+    for step in range(4):
+        before = [first.clone(), second.clone()]
+        staged = receive(
+            {"a": second, "b": first}, targets := {"a": first, "b": second}, (), check_finite=False, known=known
+        )
+        staged.commit(lambda new, targets=targets: copy_each([targets[name] for name in new], new.values()))
+        assert torch.equal(first, before[1]) and torch.equal(second, before[0]), step
+
+
 def test_the_names_of_a_tied_tensor_bring_the_same_values_each_time() -> None:
     known = Known()
     given, targets = some()
