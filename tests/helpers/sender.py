@@ -359,7 +359,8 @@ def _commit(staged: Staging) -> None:
 
 
 def take(transfer: Any, targets: dict[str, Tensor]) -> None:
-    _commit(receive(transfer, targets, (), check_finite=False))
+    """Integers are finite, too."""
+    _commit(receive(transfer, targets, (), check_finite=True))
 
 
 @contextmanager
