@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from types import MappingProxyType
@@ -101,6 +102,7 @@ class AliasedSource:
         for _, parameter in self.module.named_parameters():
             address = parameter.untyped_storage().data_ptr()
             owners[address] = owners.get(address, 0) + 1
+        self._forget_replaced()
         put = {address for _, address in self._rehomed}
         fused = {}
         placed: set[int] = (
@@ -123,6 +125,13 @@ class AliasedSource:
                 placed |= ids
         self._rehomed[:] = [(p, address) for p, address in self._rehomed if p.data_ptr() == address]
         return fused
+
+    def _forget_replaced(self) -> None:
+        """Let go of moved parameters that nobody else has any more: a trainer may replace all of its parameters at every step.
+
+        By counts, since ``torch.utils.swap_tensors`` refuses parameters with weak references.
+        """
+        self._rehomed[:] = [entry for entry in self._rehomed if sys.getrefcount(entry[0]) > _ONLY_OURS]
 
     def bind(self) -> None:
         """Remember where every tensor lies now, so that ``moved`` can tell."""
@@ -174,6 +183,7 @@ class AliasedSource:
 
     def catch_up(self) -> bool:
         """Whether the tensors hold other numbers than at the last look, if there was no ``pull`` since."""
+        self._forget_replaced()
         before, self._sums = self._sums, self.checksums()
         return before is not None and before != self._sums
 
@@ -283,6 +293,10 @@ def _users(tensor: Tensor) -> int:
 
 
 _ALONE = _users(torch.empty(0, device="cpu"))
+
+
+# How many references there seem to be to a tensor in a list of pairs that nobody else has.
+(_ONLY_OURS,) = (sys.getrefcount(pair[0]) for pair in [(torch.empty(0, device="cpu"), 0)])
 
 
 def _has_other_users(tensor: Tensor) -> bool:

@@ -99,8 +99,7 @@ class Staging:
         if target is None:
             return f"unknown {spec.name}"
         if target.shape != spec.shape:
-            transposed = len(spec.shape) > 1 and tuple(target.shape) == tuple(reversed(spec.shape))
-            hint = " (transposed?)" if transposed else ""
+            hint = " (transposed?)" if tuple(target.shape) == tuple(reversed(spec.shape)) else ""
             return f"{spec.name} has shape {tuple(spec.shape)}, not {tuple(target.shape)}{hint}"
         if target.dtype != spec.dtype and target.dtype.is_floating_point != spec.dtype.is_floating_point:
             return f"{spec.name} is {spec.dtype}, not {target.dtype}"
@@ -202,7 +201,7 @@ class Staging:
     def _memory_of(self, name: str) -> object:
         """What is equal for names whose content is written to one place: a tied tensor's, and those of two that share memory."""
         target = self.targets[name]
-        if name in self.passing or not target.numel():  # whose memory is that of others, too, or none
+        if name in self.passing:  # whose memory is that of others, too
             return id(target)
         return target.data_ptr(), target.shape, target.dtype
 

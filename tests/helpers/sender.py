@@ -358,8 +358,8 @@ def _commit(staged: Staging) -> None:
     staged.commit(lambda new: copy_each([staged.targets[name] for name in new], new.values()))
 
 
-def take(transfer: Any, targets: dict[str, Tensor]) -> None:
-    _commit(receive(transfer, targets, (), check_finite=False))
+def take(transfer: Any, targets: dict[str, Tensor], *, finite: bool = False) -> None:
+    _commit(receive(transfer, targets, (), check_finite=finite))
 
 
 @contextmanager

@@ -92,6 +92,12 @@ def zero_3() -> nn.Module:
     return model
 
 
+def of_a_library() -> nn.Module:
+    model = make_model("llama")
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().as_subclass(type("Packed", (torch.Tensor,), {})))
+    return model
+
+
 def mixed_dtypes() -> nn.Module:
     model = make_model("llama")
     model.lm_head.to(torch.bfloat16)
@@ -162,6 +168,7 @@ def of_type(kind: str, **fields) -> nn.Module:
         (on_meta, r"holds no data here.*give a model with its parameters in memory"),
         (half_offloaded, r"^parameter lm_head.weight of LlamaForCausalLM holds no data"),
         (zero_3, r"^parameter lm_head.weight of LlamaForCausalLM holds no data"),
+        (of_a_library, r"^parameter lm_head.weight of LlamaForCausalLM is a Packed: the engine runs plain weights"),
         (mixed_dtypes, r"several dtypes.*bfloat16.*set EngineConfig\(dtype=...\) to one of them"),
         (with_a_module_more, r"unknown \['value_head.bias', 'value_head.weight'\].*Give the plain model"),
         (with_a_module_replaced, r"missing \['lm_head.weight'\]|transformers causal language model"),

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import weakref
 from dataclasses import replace
 from functools import cache
 
@@ -160,6 +161,7 @@ def test_rows_of_which_one_lies_elsewhere_now_are_not_taken_for_the_whole(model,
     (whole,) = AliasedSource(model).rehome([tuple(names)]).values()
     assert torch.equal(whole, torch.cat(parts)) and parts[0].data_ptr() == whole.data_ptr()
     assert AliasedSource(model).rehome([tuple(names)])[tuple(names)] is whole
+    assert AliasedSource(model).rehome([tuple(names[:2])]) == {}, "a part of it is not the whole"
     parts[replaced].data = 1.4 * parts[replaced].data
     assert not torch.equal(whole, torch.cat(parts))
     assert AliasedSource(model).rehome([tuple(names)]) == {}, "they run by themselves"
@@ -180,6 +182,32 @@ def test_rows_are_laid_side_by_side_again_after_one_was_given_other_memory(model
     assert all(p.untyped_storage().resizable() for p in model.parameters())
     assert {name: p.shape for name, p in model.named_parameters()} == before
     assert_same(model, now)
+
+
+def test_parameters_that_the_trainer_has_replaced_are_let_go(model):
+    """But for one that somebody still has: it gets a storage of its own again."""
+    with RolloutEngine(model, config=CONFIG) as engine:
+        kept = model.model.layers[0].self_attn.q_proj.weight
+        before = [weakref.ref(p) for p in model.parameters()]
+        model.load_state_dict({name: 1.1 * tensor for name, tensor in model.state_dict().items()}, assign=True)
+        engine.update_weights()
+        assert_matches(engine, model)
+        gc.collect()
+        assert_matches(engine, model)
+        assert [p for ref in before if (p := ref()) is not None] == [kept]
+        assert not kept.untyped_storage().resizable()
+    assert kept.untyped_storage().resizable()
+
+
+@pytest.mark.parametrize("change", ["dtype", "columns", "buffer"])
+def test_weights_that_do_not_go_together_are_not_laid_side_by_side(change):
+    flat, other, own = torch.randn(12, 6), torch.randn(12, 6), torch.randn(8, 6)
+    model = nn.ModuleDict({"a": nn.Linear(6, 4, bias=False), "b": nn.Linear(6, 8, bias=False)})
+    model["a"].weight.data = flat[:4].clone() if change == "dtype" else flat[:4]
+    model["b"].weight.data = {"dtype": own.bfloat16(), "columns": flat[4:8].view(8, 3), "buffer": other[4:]}[change]
+    before = [(p.data_ptr(), p.dtype) for p in model.parameters()]
+    assert AliasedSource(model).rehome([("a.weight", "b.weight")]) == {}
+    assert [(p.data_ptr(), p.dtype) for p in model.parameters()] == before
 
 
 @pytest.mark.parametrize("linear", ["self_attn.k_proj", "mlp.up_proj"])

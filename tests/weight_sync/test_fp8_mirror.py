@@ -16,6 +16,7 @@ from sender import Counted, over_a_pipe, sending
 from stoker.engine.layers import fused_forms
 from stoker.kernels.errors import WeightsMismatchError
 from stoker.kernels.host_memory import OffloadableMemory
+from stoker.weight_sync.mirror import Mirror
 
 
 def test_a_mirror_of_another_dtype_and_its_sleep() -> None:
@@ -145,3 +146,13 @@ def test_a_mirror_of_layers_that_share_their_weights(level: int, monkeypatch: py
         assert engine.verify_weights().ok
         step(model)
         assert_rounded(engine, model)
+
+
+def test_weights_that_are_not_kept_in_one_place_do_not_lie_side_by_side() -> None:
+    """One that lies beside others already, that passes through, or that is tied."""
+    shapes, dtypes = dict.fromkeys("abcd", torch.Size((2, 3))), dict.fromkeys("abcd", torch.float32)
+    groups = [("a", "b"), ("b", "c"), ("c", "d"), ("c", "tied")]
+    mirror = Mirror(shapes, dtypes, {"tied": "a"}, groups, torch.device("cpu"), [frozenset("d")], lambda *_: None)
+    assert mirror.fused.keys() == {("a", "b")}
+    mirror.write({name: torch.full((2, 3), float(i)) for i, name in enumerate("abc")})
+    assert mirror.fused["a", "b"].tolist() == [[0.0] * 3] * 2 + [[1.0] * 3] * 2 and mirror.tensors["c"].eq(2).all()

@@ -8,9 +8,11 @@ import pytest
 import torch
 from families import make_model
 from small_training import CONFIG, assert_matches, assert_same, snapshot, train
+from torch import nn
 from transformers import PreTrainedModel
 
 from stoker.rollout import RolloutEngine
+from stoker.weight_sync.aliased_source import AliasedSource
 
 Change = Callable[[PreTrainedModel], None]
 
@@ -124,3 +126,14 @@ def test_layers_whose_weights_are_all_their_own_stay_fused_beside_one_that_share
         assert len(engine._binding.wholes) == before - 1
     told = [m for m in caplog.messages if "side by side" in m]
     assert told and all(m.startswith(f"1 of {before} groups of weights, model.layers.0.self_attn.q_proj") for m in told)
+
+
+def test_a_parameter_of_two_groups_stays_in_the_first() -> None:
+    """Also when it is looked at again, as a parameter that may be moved: the first group's tensor would be left behind."""
+    model = nn.ModuleDict({name: nn.Linear(3, 2, bias=False) for name in "abc"})
+    source, first = AliasedSource(model), ("a.weight", "b.weight")
+    for _ in range(2):
+        fused = source.rehome([first, ("b.weight", "c.weight")])
+        assert fused.keys() == {first}
+        assert fused[first].data_ptr() == model.get_parameter("a.weight").data_ptr()
+        assert fused[first][2:].data_ptr() == model.get_parameter("b.weight").data_ptr()

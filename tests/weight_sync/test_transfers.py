@@ -19,17 +19,17 @@ from stoker.weight_sync.transport import SharedMemoryTransfer, send_weights
 @pytest.mark.parametrize("bucket_bytes", [1, 9, 50, 1001])
 @pytest.mark.parametrize("way", ["transfer", "pairs"])
 def test_tensors_of_any_size_and_dtype_travel_together(bucket_bytes: int, way: str) -> None:
-    """Into tensors of other floating-point dtypes and other strides as well."""
+    """Into tensors of other floating-point dtypes and other strides as well. Integers are finite, too."""
     tensors = some_tensors()
     targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     targets["half"] = targets["half"].double()
     targets["single"] = torch.zeros(3, 5).t()
     if way == "pairs":
-        take(iter(tensors.items()), targets)
+        take(iter(tensors.items()), targets, finite=True)
     else:
         here, there = over_a_pipe()
         with sending(there, tensors, bucket_bytes) as sent:
-            take(here, targets)
+            take(here, targets, finite=True)
             sent.result()
     assert [name for name in tensors if not torch.equal(targets[name], tensors[name].to(targets[name]))] == []
 

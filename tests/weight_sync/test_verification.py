@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,7 +36,8 @@ def test_verification_names_exactly_what_differs():
         engine.update_weights()
         assert engine.verify_weights().ok
         model.register_buffer("more", torch.zeros(1))
-        assert engine.verify_weights().missing == ("more",)
+        report = engine.verify_weights()
+        assert report.missing == ("more",) and not report.mismatched and not report.ok
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
@@ -77,6 +79,9 @@ def test_verification_of_borrowed_tensors_looks_at_where_they_lie():
         model.lm_head.register_buffer("more", torch.zeros(1))
         del model.model.norm._parameters["weight"]
         report = engine.verify_weights()
+        assert report.missing == ("lm_head.more",) and report.extra == ("model.norm.weight",)
+        assert report.mismatched == ("lm_head.weight", *wrong)
+        assert not replace(report, mismatched=(), missing=()).ok
 
 
 def test_adapters_of_other_models_are_compared_with_these():

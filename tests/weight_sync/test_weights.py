@@ -1,5 +1,6 @@
 """Whatever the trainer does to its weights is noticed, and every token carries the version it was sampled under."""
 
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 
@@ -291,7 +292,9 @@ def test_checksums_see_every_element(dtype):
 def test_every_token_carries_its_version(model):
     with RolloutEngine(model, config=CONFIG) as engine:
         assert set(assert_matches(engine, model)) == {0}
+        began = time.perf_counter()
         assert engine.update_weights(version=10) == engine.weight_version == engine.stats().weight_version == 10
+        assert 0 < engine.stats().last_update_seconds <= time.perf_counter() - began
         assert set(assert_matches(engine, model)) == {10}
         for version in (10, 3, 0):
             with pytest.raises(InvalidRequestError, match=rf"version={version} is not above the present version 10"):
