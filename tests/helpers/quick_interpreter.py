@@ -47,7 +47,9 @@ def make_quick() -> None:
     builder.options = replace(builder.options, sanitize_overflow=False)
     _remember_widths()
     _remember_shapes()
+    _remember_constants()
     _skip_what_changes_nothing()
+    _unwrap_first_what_is_mostly_given()
 
 
 def _remember_widths() -> None:
@@ -97,6 +99,32 @@ def _remember_shapes() -> None:
     tl.block_type.to_ir = lambda self, builder: self  # as what the interpreter makes of it again is
 
 
+def _remember_constants() -> None:
+    """Arrays of one number, which nothing may write to."""
+    constant, made = tl.semantic.TritonSemantic.scalar_constant, dict[tuple[Any, ...], Any]()
+
+    @wraps(constant)
+    def scalar_constant(self: Any, value: Any, dtype: Any) -> Any:
+        key = (type(value), value, dtype.name)
+        if key not in made:
+            made[key] = constant(self, value, dtype).handle.data
+            made[key].flags.writeable = False
+        return self.tensor(interpreter.TensorHandle(made[key], dtype), dtype)
+
+    tl.semantic.TritonSemantic.scalar_constant = scalar_constant
+
+
+def _unwrap_first_what_is_mostly_given() -> None:
+    """Most of what a constant may be wrapped around is none, which Triton finds out last."""
+    unwrap = tl.core._unwrap_if_constexpr
+
+    def unwrap_if_constexpr(o: Any) -> Any:
+        kind = type(o)
+        return o if kind is tl.tensor or kind is int or o is None else unwrap(o)
+
+    tl.core._unwrap_if_constexpr = unwrap_if_constexpr
+
+
 def _skip_what_changes_nothing() -> None:
     """Conversions to the type and broadcasts to the shape that both operands have, which are found out last."""
     semantic = tl.semantic.TritonSemantic
@@ -125,11 +153,17 @@ def _skip_what_changes_nothing() -> None:
 
     @wraps(check)
     def binary_op_type_checking_impl(self: Any, lhs: Any, rhs: Any, *more: Any, **options: Any) -> Any:
-        """A quotient or a pointer is not as its operands are."""
-        if type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype and alike(lhs.type, rhs.type):
-            plain = len(more) < 4 and not options.get("div_or_mod") and not lhs.dtype.is_ptr()
-            if plain:
+        """A quotient or a pointer is not as its operands are; a number becomes what the tensor is of."""
+        if type(lhs) is not tl.tensor or options or len(more) > 2:
+            return check(self, lhs, rhs, *more, **options)
+        kind, dtype = type(rhs), lhs.dtype
+        if kind is tl.tensor:
+            if dtype is rhs.dtype and not dtype.is_ptr() and alike(lhs.type, rhs.type):
                 return lhs, rhs
+            if dtype.is_ptr() and more[:1] == (True,) and (rhs.dtype is tl.int32 or rhs.dtype is tl.int64):
+                return self.broadcast_impl_value(lhs, rhs)
+        elif (dtype is tl.float32 and kind in (int, float)) or (dtype is tl.int32 and kind is int and abs(rhs) < 2**31):
+            return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, dtype))
         return check(self, lhs, rhs, *more, **options)
 
     @wraps(equal)
