@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +20,11 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from emulated_graph import tensors_in
 from numpy.typing import NDArray
 from sanitizer import among, wrapping
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -68,6 +69,14 @@ class _Launch:
         if self.dependent and self.waited is False:
             found.faults.add(f"a program of {self.name} ends without having waited")
         self.waited = not self.dependent
+
+
+@cache
+def _about(func: Any) -> tuple[str, bool, list[int]]:
+    """Of an operation of torch: its name, whether it launches something, and the numbers of the arguments that it writes to."""
+    name, arguments = func.overloadpacket.__name__, enumerate(func._schema.arguments)
+    writes = [number for number, each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    return name, not func.is_view and name not in _NO_LAUNCHES, writes
 
 
 @contextmanager
@@ -139,15 +148,12 @@ def early_starts() -> Iterator[Found]:
     class Operations(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **kwargs or {})
-            name = func.overloadpacket.__name__
+            name, launches, writes = _about(func)
             poison = name == "fill_" and isinstance(args[1], float) and args[1] != args[1]  # of tests
-            if running or func.is_view or name in _NO_LAUNCHES or poison:
+            if running or not launches or poison:
                 return out
-            tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor)]
-            written = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
-            for parameter, value in zip(func._schema.arguments, args, strict=False):
-                if parameter.alias_info is not None and parameter.alias_info.is_write:
-                    written += [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+            tensors = tensors_in((args, kwargs, out))
+            written = tensors_in((out, [args[number] for number in writes if number < len(args)]))
             operation = _Launch(f"torch's {name}", dependent=False)
             operation.filled = [_extent(each) for each in written if each.device.type == "cpu"]
             storages = {each.untyped_storage().data_ptr() for each in tensors if each.device.type == "cpu"}

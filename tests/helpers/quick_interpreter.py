@@ -107,9 +107,9 @@ def _remember_constants() -> None:
     def scalar_constant(self: Any, value: Any, dtype: Any) -> Any:
         key = (type(value), value, dtype.name)
         if key not in made:
-            made[key] = constant(self, value, dtype).handle.data
-            made[key].flags.writeable = False
-        return self.tensor(interpreter.TensorHandle(made[key], dtype), dtype)
+            made[key] = constant(self, value, dtype).handle
+            made[key].data.flags.writeable = False
+        return self.tensor(interpreter.TensorHandle(made[key].data, made[key].dtype), dtype)
 
     tl.semantic.TritonSemantic.scalar_constant = scalar_constant
 
@@ -137,6 +137,11 @@ def _skip_what_changes_nothing() -> None:
             return not one.is_block() and not other.is_block()
         return bool(one.shape.values == other.shape.values)
 
+    def fits(number: Any, dtype: Any) -> bool:
+        if type(number) is int:
+            return abs(number) < 2**31 and (dtype is tl.int32 or dtype is tl.int64 or dtype is tl.float32)
+        return type(number) is float and dtype is tl.float32
+
     def to(self: Any, tensor: Any, shape: list[int]) -> Any:
         return self.tensor(self.builder.create_broadcast(tensor.handle, shape), tl.block_type(tensor.dtype, shape))
 
@@ -154,16 +159,18 @@ def _skip_what_changes_nothing() -> None:
     @wraps(check)
     def binary_op_type_checking_impl(self: Any, lhs: Any, rhs: Any, *more: Any, **options: Any) -> Any:
         """A quotient or a pointer is not as its operands are; a number becomes what the tensor is of."""
-        if type(lhs) is not tl.tensor or options or len(more) > 2:
+        one, other = type(lhs) is tl.tensor, type(rhs) is tl.tensor
+        if options or len(more) > 2 or not (one or other):
             return check(self, lhs, rhs, *more, **options)
-        kind, dtype = type(rhs), lhs.dtype
-        if kind is tl.tensor:
-            if dtype is rhs.dtype and not dtype.is_ptr() and alike(lhs.type, rhs.type):
-                return lhs, rhs
-            if dtype.is_ptr() and more[:1] == (True,) and (rhs.dtype is tl.int32 or rhs.dtype is tl.int64):
+        if one and other:
+            if lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr():
+                return (lhs, rhs) if alike(lhs.type, rhs.type) else self.broadcast_impl_value(lhs, rhs)
+            if lhs.dtype.is_ptr() and more[:1] == (True,) and (rhs.dtype is tl.int32 or rhs.dtype is tl.int64):
                 return self.broadcast_impl_value(lhs, rhs)
-        elif (dtype is tl.float32 and kind in (int, float)) or (dtype is tl.int32 and kind is int and abs(rhs) < 2**31):
-            return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, dtype))
+        elif one and fits(rhs, lhs.dtype):
+            return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, lhs.dtype))
+        elif other and fits(lhs, rhs.dtype):
+            return self.broadcast_impl_value(self.scalar_constant(lhs, rhs.dtype), rhs)
         return check(self, lhs, rhs, *more, **options)
 
     @wraps(equal)
