@@ -100,7 +100,10 @@ def test_an_adapter_that_is_not_finite_is_inside_its_own_tokens_alone(times: dic
         linear = MeasuredLinear()
         for value in (float("nan"), float("inf")):
             for matrix in ("a", "b"):
-                table, arguments = table_of(*widths, ranks=FIT), make_linear(tokens, sum(widths), 304, "", torch.float32)
+                table, arguments = (
+                    table_of(*widths, ranks=FIT),
+                    make_linear(tokens, sum(widths), 304, "", torch.float32),
+                )
                 slots = torch.arange(tokens, device=DEVICE) % (NUM_SLOTS + 1)
                 before = adapted(linear, arguments, table, slots, gated)
                 weights = table.entry(0, 2)
