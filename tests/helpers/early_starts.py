@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,17 +20,18 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from emulated_graph import tensors_in
 from numpy.typing import NDArray
-from sanitizer import wrapping
+from sanitizer import among, wrapping
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stoker.kernels import launch
 
 _UNIT = 2  # bytes
+Accessed = tuple[NDArray[np.int64], int]  # addresses, and how many bytes each is the first of
 # Which launch nothing on a device.
 _NO_LAUNCHES = {
     "empty",
@@ -58,15 +60,23 @@ class _Launch:
     def __init__(self, name: str, *, dependent: bool) -> None:
         self.name, self.dependent = name, dependent
         self.waited: bool | None = None  # of the program that runs
-        self.written: list[NDArray[np.int64]] = []  # units of memory, and by torch
-        self.filled: list[tuple[int, int]] = []  # from one up to another
-        self.early: list[NDArray[np.int64]] = []
+        self.written: list[Accessed] = []
+        self.filled: list[tuple[int, int]] = []  # by torch: units of memory, from one up to another
+        self.early: list[Accessed] = []
         self.fetched: list[NDArray[np.int64]] = []
 
     def begin_program(self, found: Found) -> None:
         if self.dependent and self.waited is False:
             found.faults.add(f"a program of {self.name} ends without having waited")
         self.waited = not self.dependent
+
+
+@cache
+def _about(func: Any) -> tuple[str, bool, list[int]]:
+    """Of an operation of torch: its name, whether it launches something, and the numbers of the arguments that it writes to."""
+    name, arguments = func.overloadpacket.__name__, enumerate(func._schema.arguments)
+    writes = [number for number, each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    return name, not func.is_view and name not in _NO_LAUNCHES, writes
 
 
 @contextmanager
@@ -99,9 +109,7 @@ def early_starts() -> Iterator[Found]:
                 found.faults.add(f"{now.name} fetches what is in no tensor that it was given")
         if now.early:
             found.early[now.name] = found.early.get(now.name, 0) + 1
-            early = np.concatenate(now.early)
-            filled = any(((first <= early) & (early < end)).any() for first, end in before.filled)
-            if filled or (before.written and np.intersect1d(early, np.concatenate(before.written)).size):
+            if _meet(now.early, before.filled, before.written):
                 found.faults.add(f"{now.name} reads, before its turn, what {before.name} just wrote")
 
     def begin_program(run: Callable[..., None], self: Any, *at: int) -> None:
@@ -117,13 +125,13 @@ def early_starts() -> Iterator[Found]:
 
     def load(run: Callable[..., Any], self: Any, pointers: Any, mask: Any, *more: Any, **named: Any) -> Any:
         if not running[-1].waited:
-            running[-1].early.append(_units(pointers, mask))
+            running[-1].early.append(_accessed(pointers, mask))
         return run(self, pointers, mask, *more, **named)
 
     def write(pointers: Any, mask: Any) -> None:
         if not running[-1].waited:
             found.faults.add(f"{running[-1].name} writes before its turn")
-        running[-1].written.append(_units(pointers, mask))
+        running[-1].written.append(_accessed(pointers, mask))
 
     def fetch(asm: str, constraints: str, arguments: Any, **options: Any) -> None:
         assert asm.startswith("prefetch.global.L2")
@@ -140,15 +148,12 @@ def early_starts() -> Iterator[Found]:
     class Operations(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **kwargs or {})
-            name = func.overloadpacket.__name__
+            name, launches, writes = _about(func)
             poison = name == "fill_" and isinstance(args[1], float) and args[1] != args[1]  # of tests
-            if running or func.is_view or name in _NO_LAUNCHES or poison:
+            if running or not launches or poison:
                 return out
-            tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor)]
-            written = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
-            for parameter, value in zip(func._schema.arguments, args, strict=False):
-                if parameter.alias_info is not None and parameter.alias_info.is_write:
-                    written += [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+            tensors = tensors_in((args, kwargs, out))
+            written = tensors_in((out, [args[number] for number in writes if number < len(args)]))
             operation = _Launch(f"torch's {name}", dependent=False)
             operation.filled = [_extent(each) for each in written if each.device.type == "cpu"]
             storages = {each.untyped_storage().data_ptr() for each in tensors if each.device.type == "cpu"}
@@ -169,12 +174,31 @@ def early_starts() -> Iterator[Found]:
         yield found
 
 
-def _units(pointers: Any, mask: Any) -> NDArray[np.int64]:
-    """What is accessed, in units of memory."""
+def _accessed(pointers: Any, mask: Any) -> Accessed:
     chosen = np.broadcast_to(mask if isinstance(mask, np.ndarray) else mask.data, pointers.data.shape).astype(np.bool_)
-    addresses = pointers.data[chosen].astype(np.int64)
-    width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-    return np.unique((addresses[:, None] + np.arange(0, width, _UNIT)) // _UNIT)
+    return pointers.data[chosen].astype(np.int64), max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+
+
+def _meet(early: list[Accessed], filled: list[tuple[int, int]], written: list[Accessed]) -> bool:
+    """Whether something that was read is in what was filled or written; mostly all of it is elsewhere, as its ends show."""
+    at = np.sort(np.concatenate([_units(each) for each in written])) if written else np.empty(0, np.int64)
+    ranges = [*filled, *([(at[0], at[-1] + 1)] if at.size else [])]
+    for each in early:
+        first, end = (each[0].min() // _UNIT, each[0].max() // _UNIT + each[1]) if each[0].size else (0, 0)
+        if not any(first < other_end and other < end for other, other_end in ranges):
+            continue
+        units = _units(each)
+        if any(((other <= units) & (units < other_end)).any() for other, other_end in filled):
+            return True
+        if at.size and among(units, at).any():
+            return True
+    return False
+
+
+def _units(accessed: Accessed) -> NDArray[np.int64]:
+    """Of memory: those that something is in."""
+    addresses, width = accessed
+    return ((addresses[:, None] + np.arange(0, width, _UNIT)) // _UNIT).reshape(-1)
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

@@ -47,7 +47,9 @@ def make_quick() -> None:
     builder.options = replace(builder.options, sanitize_overflow=False)
     _remember_widths()
     _remember_shapes()
+    _remember_constants()
     _skip_what_changes_nothing()
+    _unwrap_first_what_is_mostly_given()
 
 
 def _remember_widths() -> None:
@@ -97,6 +99,32 @@ def _remember_shapes() -> None:
     tl.block_type.to_ir = lambda self, builder: self  # as what the interpreter makes of it again is
 
 
+def _remember_constants() -> None:
+    """Arrays of one number, which nothing may write to."""
+    constant, made = tl.semantic.TritonSemantic.scalar_constant, dict[tuple[Any, ...], Any]()
+
+    @wraps(constant)
+    def scalar_constant(self: Any, value: Any, dtype: Any) -> Any:
+        key = (type(value), value, dtype.name)
+        if key not in made:
+            made[key] = constant(self, value, dtype).handle
+            made[key].data.flags.writeable = False
+        return self.tensor(interpreter.TensorHandle(made[key].data, made[key].dtype), dtype)
+
+    tl.semantic.TritonSemantic.scalar_constant = scalar_constant
+
+
+def _unwrap_first_what_is_mostly_given() -> None:
+    """Most of what a constant may be wrapped around is none, which Triton finds out last."""
+    unwrap = tl.core._unwrap_if_constexpr
+
+    def unwrap_if_constexpr(o: Any) -> Any:
+        kind = type(o)
+        return o if kind is tl.tensor or kind is int or o is None else unwrap(o)
+
+    tl.core._unwrap_if_constexpr = unwrap_if_constexpr
+
+
 def _skip_what_changes_nothing() -> None:
     """Conversions to the type and broadcasts to the shape that both operands have, which are found out last."""
     semantic = tl.semantic.TritonSemantic
@@ -108,6 +136,11 @@ def _skip_what_changes_nothing() -> None:
         if not one.is_block() or not other.is_block():
             return not one.is_block() and not other.is_block()
         return bool(one.shape.values == other.shape.values)
+
+    def fits(number: Any, dtype: Any) -> bool:
+        if type(number) is int:
+            return abs(number) < 2**31 and (dtype is tl.int32 or dtype is tl.int64 or dtype is tl.float32)
+        return type(number) is float and dtype is tl.float32
 
     def to(self: Any, tensor: Any, shape: list[int]) -> Any:
         return self.tensor(self.builder.create_broadcast(tensor.handle, shape), tl.block_type(tensor.dtype, shape))
@@ -125,11 +158,19 @@ def _skip_what_changes_nothing() -> None:
 
     @wraps(check)
     def binary_op_type_checking_impl(self: Any, lhs: Any, rhs: Any, *more: Any, **options: Any) -> Any:
-        """A quotient or a pointer is not as its operands are."""
-        if type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype and alike(lhs.type, rhs.type):
-            plain = len(more) < 4 and not options.get("div_or_mod") and not lhs.dtype.is_ptr()
-            if plain:
-                return lhs, rhs
+        """A quotient or a pointer is not as its operands are; a number becomes what the tensor is of."""
+        one, other = type(lhs) is tl.tensor, type(rhs) is tl.tensor
+        if options or len(more) > 2 or not (one or other):
+            return check(self, lhs, rhs, *more, **options)
+        if one and other:
+            if lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr():
+                return (lhs, rhs) if alike(lhs.type, rhs.type) else self.broadcast_impl_value(lhs, rhs)
+            if lhs.dtype.is_ptr() and more[:1] == (True,) and (rhs.dtype is tl.int32 or rhs.dtype is tl.int64):
+                return self.broadcast_impl_value(lhs, rhs)
+        elif one and fits(rhs, lhs.dtype):
+            return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, lhs.dtype))
+        elif other and fits(lhs, rhs.dtype):
+            return self.broadcast_impl_value(self.scalar_constant(lhs, rhs.dtype), rhs)
         return check(self, lhs, rhs, *more, **options)
 
     @wraps(equal)

@@ -75,7 +75,7 @@ class Launch:
         self._seen: dict[int, int] = {}  # of programs, up to which time this one comes behind them
         self._released: dict[int, dict[int, int]] = defaultdict(dict)  # by address of an atomic
         self._waits: dict[int, list[tuple[int, dict[int, int]]]] = defaultdict(list)  # by program: when, and then seen
-        self._accesses: list[tuple[NDArray[Any], NDArray[np.int64]]] = []
+        self._accesses: list[tuple[NDArray[np.int64], NDArray[Any], tuple[int, ...]]] = []  # addresses, lanes, the rest
 
     def begin_program(self) -> None:
         self._program += 1
@@ -95,18 +95,15 @@ class Launch:
         if lanes.size < addresses.size:
             addresses = addresses[lanes]
         width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        if not _within(addresses, width, self._allowed).all() and not self._is_known(addresses, width):
+        if not _all_within(addresses, width, self._allowed) and not self._is_known(addresses, width):
             raise IndexError(f"{self.kernel} {DOES[kind]} outside of every tensor")  # before it harms this process
-        about = np.empty((lanes.size, 5), np.int64)
-        about[:, :LANE] = self._program, self._time, kind, self._barriers
-        about[:, LANE] = lanes
-        self._accesses.append((addresses, about))
+        self._accesses.append((addresses, lanes, (self._program, self._time, kind, self._barriers)))
 
     def _is_known(self, addresses: NDArray[np.int64], width: int) -> bool:
         """Whether a kernel that is given addresses is at those of tensors, as last looked for, or there are now."""
-        if self.kernel in BY_ADDRESS and not _within(addresses, width, self._everything["now"]).all():
+        if self.kernel in BY_ADDRESS and not _all_within(addresses, width, self._everything["now"]):
             self._everything["now"] = _extents(each for each in gc.get_objects() if issubclass(type(each), Tensor))
-        return self.kernel in BY_ADDRESS and bool(_within(addresses, width, self._everything["now"]).all())
+        return self.kernel in BY_ADDRESS and _all_within(addresses, width, self._everything["now"])
 
     def wait(self, address: int) -> None:
         """One atomic that both acquires and releases."""
@@ -117,20 +114,38 @@ class Launch:
         self._barriers += 1  # for its result goes from one thread to all
 
     def end(self) -> None:
-        if self._accesses:
-            addresses, about = (np.concatenate(each) for each in zip(*self._accesses, strict=True))
+        contested = self._contested()
+        if contested.size:
+            kept = []
+            for addresses, lanes, known in self._accesses:
+                (chosen,) = among(addresses, contested).nonzero()
+                about = np.empty((chosen.size, 5), np.int64)
+                about[:, :LANE], about[:, LANE] = known, lanes[chosen]
+                kept.append((addresses[chosen], about))
+            addresses, about = (np.concatenate(each) for each in zip(*kept, strict=True))
             order = np.argsort(addresses, kind="stable")
             addresses, about = addresses[order], about[order]
             firsts = np.flatnonzero(np.diff(addresses, prepend=-1))
             counts = np.diff(firsts, append=len(addresses))
-            stored = np.maximum.reduceat(about[:, KIND] == STORE, firsts)
             several = np.zeros(len(firsts), np.bool_)  # programs or lanes: what one does is in order
             for column in PROGRAM, LANE:
                 least, most = (each.reduceat(about[:, column], firsts) for each in (np.minimum, np.maximum))
                 several |= least != most
-            for first in np.flatnonzero(stored & several & ~_within(addresses[firsts], 1, self._padding)):
+            for first in np.flatnonzero(several & ~_within(addresses[firsts], 1, self._padding)):
                 self._compare(about[firsts[first] : firsts[first] + counts[first]])
         self._accesses.clear()
+
+    def _contested(self) -> NDArray[np.int64]:
+        """Addresses that are stored to and accessed once more, in order: most are neither read and written nor written twice."""
+        stores = [addresses for addresses, _, about in self._accesses if about[KIND] == STORE]
+        if not stores:
+            return np.empty(0, np.int64)
+        stored = np.sort(np.concatenate(stores))
+        found = [stored[1:][stored[1:] == stored[:-1]]]
+        for addresses, _, about in self._accesses:
+            if about[KIND] != STORE and addresses.max() >= stored[0] and stored[-1] >= addresses.min():
+                found.append(addresses[among(addresses, stored)])
+        return np.sort(np.concatenate(found))
 
     def _compare(self, about: NDArray[np.int64]) -> None:
         """All accesses to one address, in their order."""
@@ -228,6 +243,11 @@ def sanitized() -> Iterator[set[str]]:
         yield found
 
 
+def among(some: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which are among the others, of which there are some, in order."""
+    return np.asarray(others[np.searchsorted(others[:-1], some)] == some)
+
+
 def _extents(tensors: Iterable[Tensor]) -> NDArray[np.int64]:
     """Where each begins and ends, in the order of their beginnings; an end is that of all before it too."""
     found = {(-1, -1)}
@@ -243,6 +263,13 @@ def _extents(tensors: Iterable[Tensor]) -> NDArray[np.int64]:
 def _within(addresses: NDArray[np.int64], width: int, extents: NDArray[np.int64]) -> NDArray[np.bool_]:
     at = np.searchsorted(extents[:, 0], addresses, side="right") - 1
     return np.asarray(addresses + width <= extents[at, 1])
+
+
+def _all_within(addresses: NDArray[np.int64], width: int, extents: NDArray[np.int64]) -> bool:
+    """Mostly all are in one extent, as the first and the last show."""
+    ends = np.array((addresses.min(), addresses.max()))
+    start = np.searchsorted(extents[:, 0], ends[0], side="right") - 1
+    return bool(ends[1] + width <= extents[start, 1] or _within(addresses, width, extents).all())
 
 
 def _shared(slots: Tensor) -> list[int]:

@@ -22,7 +22,7 @@ from stoker.kernels.triton_ops import DETERMINISTIC
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Times to be found, by the beginnings of names; "torch" takes 5 and any other 9. The calls that were timed run."""
+    """Times to be found, by the beginnings of names; "torch" takes 5 and any other 9."""
     times = {"torch": 5.0}
     pretend_times(monkeypatch, times)
     return times

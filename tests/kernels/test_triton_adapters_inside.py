@@ -96,11 +96,14 @@ def test_adapters_stay_out_of_a_product_where_shared_memory_has_no_room_for_them
 
 def test_an_adapter_that_is_not_finite_is_inside_its_own_tokens_alone(times: dict[str, float]) -> None:
     times["inside"] = 1.0
-    for value in (float("nan"), float("inf")):
-        for matrix in ("a", "b"):
-            for tokens, widths, gated in ((20, (64,), None), (70, (64,), None), (40, (32, 32), "silu")):
-                table, linear = table_of(*widths, ranks=FIT), MeasuredLinear()
-                arguments = make_linear(tokens, sum(widths), 304, "", torch.float32)
+    for tokens, widths, gated in ((20, (64,), None), (70, (64,), None), (40, (32, 32), "silu")):
+        linear = MeasuredLinear()
+        for value in (float("nan"), float("inf")):
+            for matrix in ("a", "b"):
+                table, arguments = (
+                    table_of(*widths, ranks=FIT),
+                    make_linear(tokens, sum(widths), 304, "", torch.float32),
+                )
                 slots = torch.arange(tokens, device=DEVICE) % (NUM_SLOTS + 1)
                 before = adapted(linear, arguments, table, slots, gated)
                 weights = table.entry(0, 2)
@@ -110,3 +113,4 @@ def test_an_adapter_that_is_not_finite_is_inside_its_own_tokens_alone(times: dic
                 own = slots == 2
                 assert not found[own].isfinite().all(1).any()
                 assert torch.equal(found[~own], before[~own]) or (found - before)[~own].abs().max() < 1e-4
+        assert len(linear._with_adapters) == 1

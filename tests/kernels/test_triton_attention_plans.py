@@ -181,7 +181,7 @@ def test_a_row_gets_the_same_bits_from_one_program_and_from_several(
     case = Paged(NARROW, [Row(n) for n in (1100, 1024, 513, 128, 1)], dtype, padded=0)
     query, options = case.query(), options_of(case, PLAIN | feature)
     found, items = [], []
-    for processors in (1, 3, 10_000):
+    for processors in (1, 3, 100):  # the last: one split for each program, and some programs with none
         monkeypatch.setattr(launch, "multiprocessors", lambda _, n=processors: n)
         case.workspace.clear()
         plan = case.plan(TRITON, shared=False)
@@ -195,7 +195,7 @@ def test_a_row_gets_the_same_bits_from_one_program_and_from_several(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *GPU_ONLY])
-@pytest.mark.parametrize(("processors", "items"), [(1, 3), (3, 6), (10_000, 17)])
+@pytest.mark.parametrize(("processors", "items"), [(1, 3), (3, 6), (100, 17)])
 def test_shared_keys_and_runs_of_splits_are_merged(
     processors: int, items: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
