@@ -25,6 +25,7 @@ CASES: dict[str, tuple[int, int, torch.dtype, dict[str, Any]]] = {
     "stage 3": (2, 3, torch.float32, {}),
     "stage 3 in bfloat16": (2, 3, torch.bfloat16, {"stage3_param_persistence_threshold": 0}),
     "stage 3, offloaded": (2, 3, torch.float32, {"offload_param": {"device": "cpu"}}),
+    "stage 3, parts kept twice": (2, 3, torch.float32, {"zero_hpz_partition_size": 2}),
     "stage 2": (2, 2, torch.float32, {}),
     "stage 1 in bfloat16": (2, 1, torch.bfloat16, {}),
     "stage 3, uneven": (3, 3, torch.float32, {}),
