@@ -250,6 +250,24 @@ def test_a_swap_in_an_engine_is_one_copy() -> None:
     assert counts == [1, 1]
 
 
+@pytest.mark.parametrize("here", [True, False])
+def test_what_was_loaded_stays_what_it_was_where_an_adapter_in_a_wider_dtype_comes(
+    here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a slot, in its own dtype, and has to run in the wider one."""
+    for module in (adapters, adapter_sources):
+        monkeypatch.setattr(module, "lies_on", lambda adapter, device: here)
+    narrow, wide = peft_model(), peft_model(seed=2)
+    loaded = {name: t.bfloat16() for name, t in state_dict(narrow).items()}
+    narrow.load_state_dict({n: t.bfloat16().float() if "lora_" in n else t for n, t in narrow.state_dict().items()})
+    with RolloutEngine(make_model("llama"), config=CONFIG) as engine:
+        engine.load_adapter("narrow", (loaded, narrow.peft_config["default"]))
+        engine.generate_batch([[7]], GREEDY, adapter="narrow")
+        engine.load_adapter("wide", (state_dict(wide), wide.peft_config["default"]))
+        rows = ["narrow", None, "wide", "narrow"]
+        assert_like_peft(engine, narrow, rows, others={"narrow": narrow, "wide": wide})
+
+
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_copies_sleep_with_the_weights(dtype: str) -> None:

@@ -243,6 +243,21 @@ def test_kv_of_older_weights_serves_its_own_request_alone() -> None:
     scheduler.add([again])
     machine.drain()
     assert again.cached_tokens == 4 and again.output == newer.output != older.output
+    (longer,) = make_group(3, older.tokens[:13], [make_spec()])
+    scheduler.add([longer])
+    machine.drain()
+    assert longer.cached_tokens == 4, "nor does what it computed afterwards, which looked at older keys"
+
+
+def test_a_sample_that_comes_back_takes_no_more_of_another_than_the_prompt() -> None:
+    scheduler = make_scheduler()
+    machine = Machine(scheduler)
+    group = make_group(0, [1, 2, 3, 4, 2], [make_spec(seed=i, max_tokens=12) for i in range(3)])
+    scheduler.add(group)
+    for _ in range(8):
+        machine.step()
+    scheduler.preempt_all()
+    assert len(machine.drain()) == 3 and len({tuple(r.output) for r in group}) == 3
 
 
 def commit_unproved(machine: Machine) -> None:

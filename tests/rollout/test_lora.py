@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,24 @@ def test_several_adapters_in_one_batch() -> None:
     with RolloutEngine(model, config=CONFIG) as engine:
         assert engine.stats().fused_layers == 2
         assert_like_peft(engine, model, ["other", None, "default", "other", "default", "other", None], prompts)
+
+
+def test_one_operation_for_a_projection_and_its_adapter_takes_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels have it. Several that are active at once come after the projection, each on top of the others."""
+    taken = []
+
+    def adapted_linear(x: Any, weight: Any, bias: Any, table: Any, rows: Any, *, gated: Any, **options: Any) -> Any:
+        taken.append(table)
+        return REFERENCE.lora(x, REFERENCE.linear(x, weight, bias, **options), table, rows, gated, settled=True)
+
+    monkeypatch.setattr(binding, "ops_for", lambda *_, **__: replace(REFERENCE, adapted_linear=adapted_linear))
+    model = two_adapters()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        for names in (["other"], ["default", "other"]):
+            model.base_model.set_adapter(names)
+            assert tokens(engine) == greedy_tokens(model)
+            assert taken, "o_proj has one in both"
+            taken.clear()
 
 
 def test_the_model_is_looked_at_as_often_for_many_prompts_as_for_one(monkeypatch: pytest.MonkeyPatch) -> None:

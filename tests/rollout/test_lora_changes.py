@@ -259,6 +259,22 @@ def test_magnitudes_are_of_the_base_as_it_is_when_their_adapter_comes_back(tell:
         assert tokens(engine, adapter="other") == expected_tokens(model, "other") != before[0]
 
 
+@pytest.mark.parametrize("tell", [True, False])
+@torch.no_grad()
+def test_magnitudes_of_one_among_several_are_of_the_base_as_it_is(tell: bool) -> None:
+    """Though not all that are active at once have any."""
+    model = two_adapters()
+    _get_magnitudes(model)
+    model.base_model.set_adapter(["default", "other"])
+    with RolloutEngine(model, config=CONFIG) as engine:
+        before = tokens(engine)
+        for layer in model.get_decoder().layers:
+            layer.mlp.up_proj.base_layer.weight.mul_(torch.rand(layer.mlp.up_proj.out_features, 1) + 0.5)
+        if tell:
+            engine.update_weights()
+        assert tokens(engine) == greedy_tokens(model) != before
+
+
 def test_nothing_is_kept_of_an_adapter_that_lies_elsewhere_now() -> None:
     model = two_adapters()
     with RolloutEngine(model, config=replace(CONFIG, max_loras=1)) as engine:

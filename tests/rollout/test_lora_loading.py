@@ -278,6 +278,11 @@ def without(tensors: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tens
     return {n: t for n, t in tensors.items() if part not in n}
 
 
+def switched_off(model: Any) -> Any:
+    model.base_model.disable_adapter_layers()
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -290,6 +295,7 @@ def without(tensors: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tens
             r"lora_A\.y\.weight, and the same of another adapter",
         ),
         (lambda t, c: (t, lora(r=8)), r"rank 4 for .* its config says 8"),
+        (lambda t, c: (t, lora(r=2)), r"rank 4 for .* its config says 2"),  # of experts it may be a multiple
         (lambda t, c: (t, lora(use_dora=True)), r"use_dora and the magnitudes"),
         (lambda t, c: (t, lora(init_lora_weights="pissa")), r"made by pissa, which changes the base"),
         (
@@ -298,6 +304,7 @@ def without(tensors: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tens
         ),
         (lambda t, c: ({}, c), r"'a' is empty"),
         (lambda t, c: t, r"give a PeftModel, \(PeftModel, adapter name\)"),
+        (lambda t, c: switched_off(peft_model()), r"the model has none that is active: name one"),
         (lambda t, c: (peft_model(), "no such"), r"the model has \['default'\], and no 'no such'"),
         (lambda t, c: peft_model("qwen3"), r"for another base"),
         (lambda t, c: peft_model(r=65), r"rank 65"),

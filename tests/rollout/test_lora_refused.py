@@ -32,12 +32,20 @@ from peft import (
 )
 from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, VeloraConfig
 
-from stoker.rollout import LIVE, InvalidRequestError, RolloutEngine, SamplingParams, UnsupportedModelError
+from stoker.rollout import (
+    LIVE,
+    InvalidRequestError,
+    RolloutEngine,
+    SamplingParams,
+    UnsupportedModelError,
+    shell_builder,
+)
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 EMBEDDING = "base_model.model.model.embed_tokens"
 OF_EMBEDDING = f"{EMBEDDING}.token_adapter.trainable_tokens_delta"
 Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
+HEAD = "base_model.model.lm_head"
 TOKENS = "base_model.model.model.norm.token_adapter.trainable_tokens_delta"
 ONE = ["q_proj"]
 
@@ -160,6 +168,14 @@ def test_active_adapters_that_would_go_by_the_name_of_another() -> None:
         ),
         (lambda t, c: t | {"base_model.model.model.norm.bias": torch.zeros(48)}, r"bias of model.norm, whose own"),
         (lambda t, c: setattr(c, "bias", "none") or t, r"has .*bias, which is neither LoRA of a layer nor in modules"),
+        (
+            lambda t, c: setattr(c, "modules_to_save", ["head"]) or t | {f"{HEAD}.weight": torch.zeros(130, 48)},
+            r"saves lm_head with \['weight'\] of another shape than the base",
+        ),
+        (
+            lambda t, c: setattr(c, "modules_to_save", ["head"]) or t | {f"{HEAD}.scale": torch.zeros(130)},
+            r"saves lm_head with \['scale'\] of another shape than the base",
+        ),
         (lambda t, c: setattr(c, "use_bdlora", True) or t, r"uses use_bdlora"),
         (
             lambda t, c: t | {TOKENS: torch.zeros(2, 48)},
@@ -208,6 +224,17 @@ def test_an_adapter_of_experts_that_does_not_fit() -> None:
     more = make_model("mixtral", num_local_experts=8)
     with RolloutEngine(more, config=CONFIG) as engine, pytest.raises(UnsupportedModelError, match=message):
         engine.load_adapter("a", (tensors, config))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_attention_that_is_saved_whole_is_refused(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the base's it would run too, and write its keys over those of other requests."""
+    if not fused:
+        monkeypatch.setattr(shell_builder, "fuse_layers", lambda *_: (0, False))
+    with RolloutEngine(make_model("llama"), config=CONFIG) as engine:
+        for name in ("self_attn", "layers.1"):
+            with pytest.raises(UnsupportedModelError, match=rf"saves model\..*{name}.*, which the engine does not run"):
+                engine.load_adapter("a", peft_model(target_modules=["gate_proj"], modules_to_save=[name]))
 
 
 @pytest.mark.parametrize(

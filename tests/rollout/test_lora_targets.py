@@ -29,7 +29,7 @@ from adapted import (
 from families import make_model
 from peft import PeftModel
 
-from stoker.rollout import LIVE, EngineConfig, RolloutEngine, UnsupportedModelError
+from stoker.rollout import LIVE, RolloutEngine, UnsupportedModelError
 
 LLAMA4_EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
@@ -316,13 +316,13 @@ def test_several_at_once_over_experts_and_a_router() -> None:
         assert both[2] == alone[1][2] and both[0] not in (alone[0][0], alone[1][0])
 
 
-def test_an_adapter_that_saves_a_module_beside_one_that_does_not() -> None:
+@pytest.mark.parametrize("options", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [2, 5, 9]}])
+def test_an_adapter_that_saves_a_module_beside_one_that_does_not(options: dict[str, Any]) -> None:
     """The module knows of the one alone. And a slot that held both forgets the second."""
-    model = peft_model(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = peft_model(target_modules=["q_proj"], **options)
     model.add_adapter("other", lora(target_modules=["q_proj"]))
     shake(model, seed=2)
-    config = EngineConfig(max_num_seqs=8, max_model_len=64, block_size=4, kv_cache_memory="8MiB", max_loras=1)
-    with RolloutEngine(model, config=config) as engine:
+    with RolloutEngine(model, config=replace(CONFIG, max_loras=1)) as engine:
         for names in (["default", "other"], ["default"], ["other"], ["other", "default"]):
             model.base_model.set_adapter(names)
             assert tokens(engine) == greedy_tokens(model)
