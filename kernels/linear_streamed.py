@@ -154,9 +154,10 @@ def _streamed_kernel(
     if ADDED:
         if not COPIED:
             hidden = tl.make_tensor_descriptor(hidden_ptr, [LINEARS * tokens, COLUMNS], [COLUMNS, 1], [BLOCK_M, ADDED])
-        b = b_in_columns(column, its_columns, ranks, addresses, entries, DTYPE, RANK, ADDED)
+        dtype = hidden_ptr.dtype.element_ty
+        b = b_in_columns(column, its_columns, ranks, addresses, entries, DTYPE, RANK, ADDED).to(dtype)
         if GATED is not None:
-            up_b = b_in_columns(column, its_columns, up_ranks, up_addresses, entries, DTYPE, RANK, ADDED)
+            up_b = b_in_columns(column, its_columns, up_ranks, up_addresses, entries, DTYPE, RANK, ADDED).to(dtype)
         await_turn(DEPENDENT)
         total = plus_adapters(
             total, b, hidden.load([linear * tokens, column]), rows, linear, column, its_columns, tokens, table_ptr, entries,

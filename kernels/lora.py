@@ -125,7 +125,8 @@ def inside(x: Tensor, table: LoraTable, rows: AdapterRows, columns: int, ahead: 
     behind, tiles = table.is_behind, Tiles.of(rows, table, False)
     splits, programs = splits_inside(depth), len(tiles.slots)
     assert programs * linears <= MOST_ARRIVALS
-    block_k, warps, stages = _blocks_of_shrink(table, tiles, rank, triton.cdiv(depth, splits), deterministic=False)
+    room = rank * table.dtype.itemsize // x.itemsize  # what wider matrices take, in ranks of x's dtype
+    block_k, warps, stages = _blocks_of_shrink(x.dtype, tiles, room, triton.cdiv(depth, splits), deterministic=False)
     hidden = torch.empty(linears, tokens, columns, dtype=x.dtype, device=x.device)
     sums = programs * linears * splits * tiles.height * rank if splits > 1 else 0
     weight = ahead.weight
@@ -172,7 +173,7 @@ def _shrink(x: Tensor, table: LoraTable, tiles: Tiles, *, settled: bool, determi
     wide = table.dtype == torch.float32  # with strides, 64 ranks of it are more than there are registers
     block_r = min(rank, 32 if wide and table.strided else 64)
     block_k, warps, stages = _blocks_of_shrink(
-        table, tiles, block_r, triton.cdiv(depth, splits), deterministic=deterministic
+        table.dtype, tiles, block_r, triton.cdiv(depth, splits), deterministic=deterministic
     )
     span = triton.cdiv(triton.cdiv(depth, splits), block_k) * block_k
     hidden = torch.empty(splits, linears, tokens, rank, dtype=torch.float32, device=x.device)
@@ -239,10 +240,10 @@ def _splits(tokens: int, depth: int, rank: int, deterministic: bool) -> int:
 
 
 def _blocks_of_shrink(
-    table: LoraTable, tiles: Tiles, ranks: int, span: int, *, deterministic: bool
+    dtype: torch.dtype, tiles: Tiles, ranks: int, span: int, *, deterministic: bool
 ) -> tuple[int, int, int]:
-    """How much of a span a program reads at once; how many warps multiply a part of it each; how many stages."""
-    wide = table.dtype == torch.float32
+    """How much of a span a program reads at once; how many warps multiply a part of it each, in the dtype; how many stages."""
+    wide = dtype == torch.float32
     if wide or deterministic or tiles.height != 16 or ranks > 32:
         return 64 if wide else 128, 1, 4
     return _block_at_once(span, ranks), 4, 2

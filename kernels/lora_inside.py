@@ -26,6 +26,8 @@ _MOST_BLOCK_N = 64  # a program has no registers for more of B beside its sums
 _MOST_COLUMNS = 256
 _MOST_LINEARS = 4
 _SPAN = 2048  # of the input's depth, for a program of the shrink
+# What fp32 adapters, PEFT's own default, are rounded to inside a product, whose result is rounded likewise. fp16 lacks their range.
+_ROUNDED = (torch.bfloat16,)
 
 
 class Inside(NamedTuple):
@@ -49,10 +51,11 @@ class Ahead(NamedTuple):
 def columns_inside(table: LoraTable, rank: int, block_n: int, dtype: torch.dtype) -> int:
     """Columns for all slots, a power of two; 0 where these adapters cannot go inside.
 
-    rank: padded; block_n: columns of the product's tiles.
+    rank: padded; block_n: columns of the product's tiles; dtype: of the product.
     """
     columns = int(triton.next_power_of_2(table.num_slots)) * rank
-    plain = table.experts == 1 and table.only_matrices and table.aligned and not table.strided and table.dtype == dtype
+    plain = table.experts == 1 and table.only_matrices and table.aligned and not table.strided
+    plain &= table.dtype == dtype or (table.dtype == torch.float32 and dtype in _ROUNDED)
     even = len(table.widths) <= _MOST_LINEARS and all(width % block_n == 0 for width in table.widths)
     small = block_n <= _MOST_BLOCK_N and rank <= _MOST_RANK and columns <= _MOST_COLUMNS
     return columns if plain and even and small else 0
@@ -126,8 +129,8 @@ def shrink_into_columns_kernel(
     await_turn(DEPENDENT)
     if rank > 0:
         total = shrunk(
-            x_ptr, x_stride, rows, mine, entry, a_ptr, ranks, rank, first, tl.minimum(first + span, depth), depth, DTYPE,
-            "ieee", False, BLOCK_T, RANK, BLOCK_K, WARPS,
+            x_ptr, x_stride, rows, mine, entry, a_ptr, ranks, rank, first, tl.minimum(first + span, depth), depth,
+            x_ptr.dtype.element_ty, "ieee", False, BLOCK_T, RANK, BLOCK_K, WARPS,
         )  # fmt: skip
     last = True
     if SPLITS > 1:
@@ -149,7 +152,7 @@ def shrink_into_columns_kernel(
         own = (slots + 1 == slot)[None, :, None] & (ranks < rank)[None, None, :]
         filled = tl.where(own, (total * scale)[:, None, :], 0.0)
         target = hidden_ptr + (linear * tokens + rows)[:, None, None] * COLUMNS + columns
-        tl.store(target, filled.to(DTYPE), mask=mine[:, None, None])
+        tl.store(target, filled.to(hidden_ptr.dtype.element_ty), mask=mine[:, None, None])
 
 
 @triton.jit
@@ -227,8 +230,7 @@ def plus_adapters(
             b_ptr = matrix_of(table_ptr + slot * FIELDS + 1, DTYPE, True)
             its_b_ptr = b_ptr + its_columns[:, None] * rank + ranks[None, :]
             there = (ranks < rank)[None, :]
-            its_b = tl.load(its_b_ptr, mask=there, other=0.0)
-            wide = tl.abs(its_b.to(tl.float32))
+            wide = tl.abs(tl.load(its_b_ptr, mask=there, other=0.0).to(hidden.dtype).to(tl.float32))
             finite = (wide == wide) & (wide != float("inf"))
             broken = tl.max(tl.max(tl.where(finite, 0, 1), axis=1), axis=0)
             # Loaded with what stands for the rest, and not chosen afterwards: from 3.9 on, Triton fails to hand choices on to tensor
@@ -236,7 +238,8 @@ def plus_adapters(
             whole = (rows < tokens) & ((broken == 0) | (own_slots != slot))
             place = hidden_ptr + (linear * tokens + rows) * COLUMNS + (slot - 1) * RANK
             its_hidden = tl.load(place[:, None] + ranks[None, :], mask=whole[:, None], other=float("nan"))
-            added = plus_product(added, its_hidden, tl.load(its_b_ptr, mask=there & finite, other=0.0), LEFT)
+            its_b = tl.load(its_b_ptr, mask=there & finite, other=0.0).to(hidden.dtype)
+            added = plus_product(added, its_hidden, its_b, LEFT)
     return added
 
 
@@ -247,7 +250,7 @@ def settings_inside(inside: Inside | None, splits: int) -> dict[str, Any]:
     linears, _, columns = inside.hidden.shape
     added = max(int(triton.next_power_of_2(triton.cdiv(columns, splits))), inside.rank)
     return {
-        "DTYPE": launch.TYPES[inside.hidden.dtype],
+        "DTYPE": launch.TYPES[inside.table.dtype],
         "LINEARS": linears,
         "RANK": inside.rank,
         "COLUMNS": columns,

@@ -90,6 +90,7 @@ def shrunk(
 ):
     """x[token, first:last] @ a.T of an entry's adapter, fp32 [BLOCK_T, BLOCK_R].
 
+    DTYPE: that both are multiplied in.
     WARPS: how many of them share each block of the depth; one product after the other would wait for the one before.
     """
     if STRIDED:
@@ -104,7 +105,7 @@ def shrunk(
             inside = at < depth  # where a span ends before, it ends with a block
             x = tl.load(x_ptr + rows[None, :, None] * x_stride + at, mask=mine[None, :, None] & inside, other=0.0)
             places = a_ptr + ranks[None, :, None] * rank_stride + at * depth_stride
-            a = tl.load(places, mask=(ranks < rank)[None, :, None] & inside, other=0.0)
+            a = tl.load(places, mask=(ranks < rank)[None, :, None] & inside, other=0.0).to(DTYPE)
             total = tl.dot(x.to(DTYPE), tl.permute(a, (0, 2, 1)), total, input_precision=PRECISION)
         return tl.sum(total, axis=0)
     else:
@@ -119,7 +120,7 @@ def shrunk(
                 a_ptr + ranks[:, None] * rank_stride + at[None, :] * depth_stride,
                 mask=(ranks < rank)[:, None] & inside[None, :],
                 other=0.0,
-            )
+            ).to(DTYPE)
             if BLOCK_T == 1:
                 total += tl.sum(a.to(tl.float32) * x.to(tl.float32), axis=1)[None, :]
             else:

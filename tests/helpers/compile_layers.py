@@ -268,15 +268,22 @@ def launch_adapters() -> None:
     launch_inside(128, 8192, 8192, depth=2048, cuts=[few._replace(rooms=2), half])
     launch_inside(128, 2048, 512, 512, depth=2048, cuts=[few, half._replace(splits=2)])
     launch_inside(128, 2048, depth=8192, cuts=[two])
+    launch_inside(128, 8192, 8192, depth=2048, cuts=[half], dtype=torch.float32)
     lora.Tiles.of = of  # type: ignore[method-assign]
 
 
-def launch_inside(tokens: int, *widths: int, depth: int, cuts: Sequence[linear_cuts.Cut]) -> None:
+def launch_inside(
+    tokens: int,
+    *widths: int,
+    depth: int,
+    cuts: Sequence[linear_cuts.Cut],
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
     """Sixteen adapters inside the products of a model of a billion parameters, of a gate and its up if there are two widths."""
     table = LoraTable(widths, [None] * len(widths), 16, torch.device("cpu"))
     for slot in range(1, 17):
         for index, width in enumerate(widths):
-            table.put(index, slot, LoraWeights(zeros(16, depth), zeros(width, 16), 2.0))
+            table.put(index, slot, LoraWeights(zeros(16, depth).to(dtype), zeros(width, 16).to(dtype), 2.0))
     assert table.pointers is not None  # sent before
     x, weight, arrived = zeros(tokens, depth), zeros(sum(widths), depth), torch.zeros(2048, dtype=torch.int32)
     rows, gated = AdapterRows(torch.zeros(tokens, dtype=torch.long)), "silu" if len(widths) == 2 else None

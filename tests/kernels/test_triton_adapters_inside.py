@@ -21,7 +21,7 @@ from linears import make_linear
 from lora_oracle import NUM_SLOTS
 from triton_oracle import DEVICE, assert_close, unwritten_is_nan  # noqa: F401
 
-from stoker.kernels import launch
+from stoker.kernels import launch, lora_inside
 from stoker.kernels.linear_measured import MeasuredLinear
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
 
@@ -53,6 +53,31 @@ def test_adapters_inside_a_product(
         run(linear, table, **given)
         wanted = table.num_slots * table.max_rank <= 256
         assert products[-1].inside == wanted and not any(counted.any() for counted in linear._arrived.values())
+
+
+def test_adapters_in_fp32_inside_a_product_in_16_bits(
+    times: dict[str, float], products: list[Streamed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT's own default over a bf16 base, which the interpreter does not compute in."""
+    monkeypatch.setattr(lora_inside, "_ROUNDED", (torch.float16,))
+    times["inside"] = 1.0
+    tables: tuple[tuple[LoraTable, dict[str, Any]], ...] = (
+        (table_of(ranks=FIT), {}),
+        (table_of(64, 64, ranks=FIT), {"options": "b", "tokens": 70, "gated": "silu"}),
+        (table_of(ranks=FIT, depth=4200), {"tokens": 8, "depth": 4200}),
+    )
+    for table, given in tables:
+        run(MeasuredLinear(), table, dtype=torch.float16, **given)
+        assert products[-1].inside
+    arguments, slots = make_linear(20, 64, 304, "", torch.float16), torch.arange(20, device=DEVICE) % (NUM_SLOTS + 1)
+    table, linear = table_of(ranks=FIT), MeasuredLinear()
+    before = adapted(linear, arguments, table, slots)
+    weights = table.entry(0, 2)
+    assert weights is not None
+    for value in (1e5, float("inf")):  # the former is more than the product's dtype holds
+        weights.b[3, 5] = value
+        found = adapted(linear, arguments, table, slots)
+        assert not found[slots == 2].isfinite().all(1).any() and torch.equal(found[slots != 2], before[slots != 2])
 
 
 def test_what_does_not_go_inside(times: dict[str, float], products: list[Streamed]) -> None:
