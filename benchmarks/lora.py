@@ -26,10 +26,13 @@ RANK = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
+    """wide: adapters in fp32 over any base, as PEFT makes them by default; else in the base's dtype."""
+
     spec: ModelSpec
     workload: Workload
     adapters: int
     repeats: int
+    wide: bool = False
 
 
 _CPU = Workload(name="grpo", prompts=16, samples=4, prompt_tokens=(16, 64), median=50, sigma=0.5, cap=128, slots=64)
@@ -45,8 +48,13 @@ _CHECKED = {"cpu": 8, "cuda": 40}  # rows
 SCENARIOS = {
     ("cpu", False): [Scenario(spec=s, workload=_CPU, adapters=16, repeats=5) for s in (TOY, SMALL)],
     ("cpu", True): [Scenario(spec=s, workload=_QUICK, adapters=4, repeats=1) for s in (TOY, SMALL)],
-    ("cuda", False): [Scenario(spec=s, workload=_GPU, adapters=16, repeats=5) for s in (LLAMA_1B, QWEN_7B)],
-    ("cuda", True): [Scenario(spec=LLAMA_1B, workload=_QUICK_GPU, adapters=16, repeats=2)],
+    ("cuda", False): [
+        Scenario(spec=s, workload=_GPU, adapters=16, repeats=5, wide=wide)
+        for s, wide in ((LLAMA_1B, False), (QWEN_7B, False), (LLAMA_1B, True))
+    ],
+    ("cuda", True): [
+        Scenario(spec=LLAMA_1B, workload=_QUICK_GPU, adapters=16, repeats=2, wide=wide) for wide in (False, True)
+    ],
 }
 
 
@@ -61,9 +69,9 @@ def train(model: PeftModel) -> None:
 def build(scenario: Scenario, device: str) -> PeftModel:
     base = scenario.spec.build(device, dtype_of(device))
     config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
-    model = get_peft_model(base, config, adapter_name="0", autocast_adapter_dtype=False).eval()
+    model = get_peft_model(base, config, adapter_name="0", autocast_adapter_dtype=scenario.wide).eval()
     for index in range(1, scenario.adapters):
-        model.add_adapter(str(index), config, autocast_adapter_dtype=False)
+        model.add_adapter(str(index), config, autocast_adapter_dtype=scenario.wide)
     train(model)
     return model
 
@@ -201,6 +209,9 @@ def compare(scenario: Scenario, device: str) -> Iterator[dict[str, Any]]:
             "model": {"name": scenario.spec.name, "dtype": str(model.dtype).removeprefix("torch.")},
             "workload": scenario.workload.describe(),
             "adapters": scenario.adapters,
+            "adapter_dtype": str(next(p.dtype for n, p in model.named_parameters() if "lora_" in n)).removeprefix(
+                "torch."
+            ),
             "rank": RANK,
             "gate": check(engine, model, drawn[: _CHECKED[device]], scenario.adapters),
         }
@@ -218,8 +229,8 @@ def table(run: dict[str, Any]) -> list[str]:
     work = run["workload"]
     lines = [
         f"{run['model']['name']} ({run['model']['dtype']}): {work['prompts']} prompts x {work['samples']} samples, "
-        f"{work['completion_tokens']} tokens; {run['adapters']} adapters of rank {run['rank']} on every linear layer; "
-        f"within {run['gate']['max_abs_diff']:.1e} of PEFT",
+        f"{work['completion_tokens']} tokens; {run['adapters']} adapters of rank {run['rank']} in {run['adapter_dtype']} on every "
+        f"linear layer; within {run['gate']['max_abs_diff']:.1e} of PEFT",
         f"  {'adapters':16}{'wall s':>9}{'tok/s':>9}{'of base speed':>15}",
     ]
     for name, r in run["rollouts"].items():
@@ -231,8 +242,9 @@ def table(run: dict[str, Any]) -> list[str]:
     return lines
 
 
-def headline(run: dict[str, Any]) -> dict[str, float]:
+def headline(run: dict[str, Any]) -> dict[str, Any]:
     return {
+        "adapter_dtype": run["adapter_dtype"],
         "one_of_base": round(run["rollouts"]["one"]["of_base_speed"], 3),
         "mixed_of_base": round(run["rollouts"]["mixed"]["of_base_speed"], 3),
         "live_update_ms": round(1e3 * run["updates"]["live"]["median_s"], 3),

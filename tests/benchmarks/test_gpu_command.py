@@ -65,7 +65,7 @@ def test_kernels_of_benchmarks_are_compiled_while_tests_run(tmp_path: Path) -> N
     given(tmp_path, "tests", also="sleep 1")
     assert "stoker.benchmarks.rollout --device cuda --quick --peers --output" in (tmp_path / "pythons").read_text()
     (tmp_path / "pythons").unlink()
-    given(tmp_path, "benchmarks", also="sleep 1", BENCHMARKS="")
+    given(tmp_path, "benchmarks", also="sleep 1", BENCHMARKS=" ")
     assert "stoker.benchmarks" not in (tmp_path / "pythons").read_text()
 
 
