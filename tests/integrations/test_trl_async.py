@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from contextlib import nullcontext
@@ -289,3 +290,32 @@ def test_a_tokenizer_without_an_eos(make: Make) -> None:
     samples = record(trainer.rollout_worker)
     trainer.train()
     assert any(sample.input_ids[-1] == EOS for sample in samples)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_pause_of_somebody_else_outlives_optimizer_steps_and_the_run(make: Make, fails: bool) -> None:
+    """Of a client of a server on the same engine, say."""
+    trainer = make(count_a, max_steps=1)
+
+    class Somebody(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            pausing = threading.Thread(target=engine.pause)
+            pausing.start()
+            pausing.join()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise FloatingPointError("the loss is gone")
+
+    trainer.add_callback(Somebody())  # before the rollouts' own
+    engine = trainer.rollout_worker.attach(trainer)
+    if fails:
+        trainer.create_optimizer()
+        trainer.optimizer.step = fail
+        with pytest.raises(FloatingPointError, match="the loss is gone"):
+            trainer.train()
+    else:
+        trainer.train()
+        assert engine.weight_version > 0
+    assert not threads() and engine.is_paused and not engine.core.has_work
+    engine.resume()
+    assert len(engine.generate_batch([[3, 4]])[0].completions[0].token_ids) > 0

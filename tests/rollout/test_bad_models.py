@@ -13,7 +13,7 @@ import torch
 from adapted import expected_tokens, peft_model, tokens
 from families import make_model
 from family_fields import REFUSED, VOCAB
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import IA3Config, get_peft_model
 from small_engine import llama
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -52,10 +52,6 @@ from stoker.kernels.errors import (
 )
 from stoker.kernels.reference.attention_plan import Visibility
 from stoker.rollout import EngineConfig, RolloutEngine
-
-
-def lora() -> LoraConfig:
-    return LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
 
 
 def t5() -> nn.Module:
@@ -235,12 +231,6 @@ def test_a_mask_of_what_tokens_are_is_refused(monkeypatch):
         RolloutEngine(make_model("llama"), config=CONFIG)
 
 
-def test_a_merged_adapter_leaves_a_plain_model():
-    model = get_peft_model(make_model("llama"), lora()).merge_and_unload()
-    with RolloutEngine(model, config=CONFIG) as engine:
-        assert_usable(engine, model)
-
-
 @pytest.fixture
 def process_group(tmp_path) -> Iterator[None]:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -280,12 +270,6 @@ def test_a_class_that_fsdp2_put_in_front_of_peft_s_is_looked_through(process_gro
             engine.generate_batch([PROMPT])  # by a slot that is empty, it would be the base's
         engine.wake_up()
         assert tokens(engine) == expected
-
-
-def test_torch_compile_is_looked_through():
-    model = make_model("llama")
-    with RolloutEngine(torch.compile(model), config=CONFIG) as engine:
-        assert_usable(engine, model)
 
 
 def test_a_model_that_moves_to_another_dtype():

@@ -105,3 +105,15 @@ def test_layers_wrapped_and_unwrapped_while_an_engine_is_there(wrap: Callable[[n
             model.model.layers[i] = layer
         assert engine.update_weights() == 3 and engine.verify_weights().ok
         assert set(assert_matches(engine, twin)) == {3}
+
+
+def test_of_a_merged_adapter_nothing_is_left() -> None:
+    model = lora(make_model("llama")).merge_and_unload()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert_matches(engine, model)
+
+
+def test_a_model_that_is_compiled_as_torch_does_by_default() -> None:
+    model = make_model("llama")
+    with RolloutEngine(torch.compile(model), config=CONFIG) as engine:
+        assert_matches(engine, model)
