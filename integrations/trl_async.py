@@ -234,6 +234,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
             if not self._thread.is_alive() or time.monotonic() > end:
                 self.engine.pause("abort")
                 self.engine.resume()
+                self._has_paused = False
         self._thread.join(max(0.0, end - time.monotonic()))
         if self._thread.is_alive():
             raise EngineStateError(

@@ -164,6 +164,19 @@ def test_an_optimizer_step_that_raises_leaves_nothing_paused(make: Make, error: 
     assert not threads() and not engine.is_paused and not engine.core.has_work
     assert len(engine.generate_batch([[3, 4]])[0].completions[0].token_ids) > 0
 
+    class Ends(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            pausing = threading.Thread(target=engine.pause)
+            pausing.start()
+            pausing.join()
+            raise error("no more")
+
+    trainer.add_callback(Ends())
+    with pytest.raises(error, match="no more"):
+        trainer.train()
+    assert not threads() and engine.is_paused, "that pause is not the failed step's"
+    engine.resume()
+
 
 def test_a_step_of_the_engine_that_fails_stops_training_with_its_cause(
     make: Make, monkeypatch: pytest.MonkeyPatch
