@@ -60,7 +60,8 @@ class Peak:
     """
 
     def __init__(self, device: str) -> None:
-        gc.collect()
+        if device == "cpu":  # whose garbage would be part of the figure
+            gc.collect()
         self.device = device
         self.start = next(iter(used(device).values()))
         if device == "cuda":

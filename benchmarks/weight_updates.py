@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import statistics
 import traceback
@@ -66,6 +67,7 @@ def race(ways: dict[str, Way], device: str, repeats: int, bandwidth: float) -> d
             if name in failed:
                 continue
             try:
+                gc.collect()  # before: an update follows an optimizer's step, and an idle GPU has to be woken first
                 way.prepare()
                 peak = Peak(device)
                 written: list[int] = []

@@ -32,6 +32,7 @@ from triton.language.extra import cuda
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 PROGRAM_SHARED = 1024  # bytes of shared memory that CUDA takes of each program
+_ROOMY = set[int]()  # functions that ``leave_room`` was told of
 _LINE_BITS = tl.constexpr(8 * 128)  # of a cache line
 
 
@@ -73,6 +74,25 @@ def options(device: torch.device, *, waits: bool = True, early: bool = True, fus
     if waits:
         asked["DEPENDENT"] = asked["launch_pdl"] = early and starts_early(device)
     return asked
+
+
+def leave_room(launched: Any) -> None:
+    """Let programs of a kernel, which its launch returns, share a multiprocessor with those of one that needs nearly all shared memory.
+
+    How much of a multiprocessor's memory is shared changes only while no program is there. A kernel that needs little of it leaves
+    it small, and a product that could start early waits until the last of these programs has ended (H200: 3 to 4 us). This asks
+    for all of it, from the next launch on; a driver that does not know it loses nothing but that.
+    """
+    function = getattr(launched, "function", None)  # none where kernels are interpreted
+    if not isinstance(function, int) or function in _ROOMY:
+        return
+    _ROOMY.add(function)
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    driver.cuFuncSetAttribute(driver.CUfunction(function), attribute, 100)
 
 
 def in_rows(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from stoker.kernels.linear import FEWEST_FOR_TORCH, MOST_SKINNY, skinny
 from stoker.kernels.linear import linear as by_torch
 from stoker.kernels.linear_cuts import MOST_ROWS, Cut, cuts_to_try, has_room_inside
 from stoker.kernels.linear_invariant import linear as in_tiles
-from stoker.kernels.linear_streamed import describable, read_ahead, streamed
+from stoker.kernels.linear_streamed import describable, streamed
 from stoker.kernels.lora import MOST_ARRIVALS, SHRINK_SHARED, inside, lora, padded_rank
 from stoker.kernels.lora_inside import columns_inside
 from stoker.kernels.norm_rotary import rms_norm
@@ -125,8 +125,7 @@ class MeasuredLinear:
         x, weight, bias, table, rows, gated, options = given
         if not describable(x):
             x = x.clone(memory_format=torch.contiguous_format)
-        ahead = read_ahead(x, weight, gated is not None, cut, SHRINK_SHARED)
-        adapters = inside(x, table, rows, columns, ahead, self._arrived_on(x.device)[1])
+        adapters = inside(x, table, rows, columns, self._arrived_on(x.device)[1])
         return self._streamed(cut, x, weight, bias, gated=gated, inside=adapters, **options)
 
     def _streamed(self, cut: Cut, x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:

@@ -27,7 +27,6 @@ from stoker.kernels.launch import await_turn, fetch_ahead, fetch_part_ahead
 from stoker.kernels.linear import plus_product, store_rows, with_scales_and_bias
 from stoker.kernels.linear_cuts import FEW, MOST_ROWS, Cut, settings_of, warps
 from stoker.kernels.lora_inside import (
-    Ahead,
     Inside,
     b_in_columns,
     first_tiles,
@@ -201,12 +200,6 @@ def describable(matrix: Tensor) -> bool:
     """Whether the chip can read tiles of a matrix by itself: each row is contiguous, in whole pieces of 16 bytes."""
     bytes_ = matrix.data_ptr() | matrix.itemsize * matrix.stride(0) | matrix.itemsize * matrix.shape[1]
     return matrix.stride(1) == 1 and bytes_ % 16 == 0
-
-
-def read_ahead(x: Tensor, weight: Tensor, gated: bool, cut: Cut, beside: int) -> Ahead:
-    """The part of the weight that a shrink may fetch to L2 for the product that follows it."""
-    made = settings_of(x, weight, gated, cut, beside)
-    return Ahead(weight, made.ahead, made.split_depth, made.splits)
 
 
 def streamed(

@@ -21,7 +21,7 @@ from torch import Tensor
 from stoker.kernels import launch
 from stoker.kernels.grouping import most_tiles
 from stoker.kernels.lora_expand import expand_gated_kernel, expand_kernel
-from stoker.kernels.lora_inside import Ahead, Inside, shrink_into_columns_kernel, splits_inside
+from stoker.kernels.lora_inside import Inside, shrink_into_columns_kernel, splits_inside
 from stoker.kernels.lora_shrink import look_up_kernel, shrink_kernel, tiles_kernel
 from stoker.kernels.norm_rotary import act_mul
 from stoker.kernels.reference.lora import POINTER_FIELDS, AdapterRows, LoraTable
@@ -114,11 +114,11 @@ def lora(
     return out if gated is None else act_mul(out, gated)
 
 
-def inside(x: Tensor, table: LoraTable, rows: AdapterRows, columns: int, ahead: Ahead, arrived: Tensor) -> Inside:
+def inside(x: Tensor, table: LoraTable, rows: AdapterRows, columns: int, arrived: Tensor) -> Inside:
     """The shrink of x, for a product that adds the rest itself.
 
-    x: [T, D], some dozens of rows. columns: ``columns_inside``. ahead: of that product's weight. arrived: int32 zeros,
-    ``MOST_ARRIVALS`` of them; nobody else uses them meanwhile.
+    x: [T, D], some dozens of rows. columns: ``columns_inside``. arrived: int32 zeros, ``MOST_ARRIVALS`` of them; nobody
+    else uses them meanwhile.
     """
     tokens, depth = x.shape
     rank, linears = padded_rank(table), len(table.widths)
@@ -129,8 +129,8 @@ def inside(x: Tensor, table: LoraTable, rows: AdapterRows, columns: int, ahead: 
     block_k, warps, stages = _blocks_of_shrink(x.dtype, tiles, room, triton.cdiv(depth, splits), deterministic=False)
     hidden = torch.empty(linears, tokens, columns, dtype=x.dtype, device=x.device)
     sums = programs * linears * splits * tiles.height * rank if splits > 1 else 0
-    weight = ahead.weight
-    shrink_into_columns_kernel[(programs, linears, splits)](
+    span = triton.cdiv(triton.cdiv(depth, splits), block_k) * block_k
+    launched = shrink_into_columns_kernel[(programs, linears, splits)](
         x,
         tiles.rows,
         tiles.slots,
@@ -138,20 +138,14 @@ def inside(x: Tensor, table: LoraTable, rows: AdapterRows, columns: int, ahead: 
         torch.empty(sums, dtype=torch.float32, device=x.device),
         arrived,
         hidden,
-        weight,
         x.stride(0),
-        weight.stride(0),
         tokens,
         depth,
-        triton.cdiv(triton.cdiv(depth, splits), block_k) * block_k,
+        span,
         table.entries,
-        weight.shape[0],
-        ahead.split_depth,
         FIELDS=POINTER_FIELDS,
         DTYPE=launch.TYPES[table.dtype],
-        AHEAD=ahead.columns,
-        AHEAD_ROWS=triton.next_power_of_2(triton.cdiv(weight.shape[0], programs * linears * splits)),
-        AHEAD_SPLITS=ahead.splits,
+        AHEAD=triton.next_power_of_2(span),
         SPLITS=splits,
         COLUMNS=columns,
         RANK=rank,
@@ -162,6 +156,7 @@ def inside(x: Tensor, table: LoraTable, rows: AdapterRows, columns: int, ahead: 
         num_stages=stages,
         **launch.options(x.device, early=not (tiles.fresh or behind)),
     )
+    launch.leave_room(launched)
     return Inside(table, rows.slots, hidden, rank)
 
 
@@ -177,7 +172,7 @@ def _shrink(x: Tensor, table: LoraTable, tiles: Tiles, *, settled: bool, determi
     )
     span = triton.cdiv(triton.cdiv(depth, splits), block_k) * block_k
     hidden = torch.empty(splits, linears, tokens, rank, dtype=torch.float32, device=x.device)
-    shrink_kernel[(tiles.programs, linears * (rank // block_r), splits)](
+    launched = shrink_kernel[(tiles.programs, linears * (rank // block_r), splits)](
         x,
         tiles.rows,
         tiles.slots,
@@ -196,6 +191,7 @@ def _shrink(x: Tensor, table: LoraTable, tiles: Tiles, *, settled: bool, determi
         num_stages=stages,
         **_settings(x, table, tiles, rank, early=not (tiles.fresh or behind)),
     )
+    launch.leave_room(launched)
     return hidden
 
 
@@ -300,7 +296,7 @@ def _columns_of_tile(table: LoraTable, tiles: Tiles, device: torch.device) -> in
 def _expand(hidden: Tensor, out: Tensor, table: LoraTable, tiles: Tiles, block_n: int, deterministic: bool) -> Tensor:
     """hidden: fp32 [splits, linears, T, padded rank], where nothing above a token's rank is read."""
     splits, _, tokens, rank = hidden.shape
-    expand_kernel[(tiles.programs, sum(triton.cdiv(width, block_n) for width in table.widths))](
+    launched = expand_kernel[(tiles.programs, sum(triton.cdiv(width, block_n) for width in table.widths))](
         hidden,
         tiles.rows,
         tiles.slots,
@@ -318,6 +314,7 @@ def _expand(hidden: Tensor, out: Tensor, table: LoraTable, tiles: Tiles, block_n
         num_stages=1,
         **_settings(out, table, tiles, rank),
     )
+    launch.leave_room(launched)
     return out
 
 
@@ -336,7 +333,7 @@ def _expand_gated(
     out = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     settings = _settings(gate_up, table, tiles, rank)
     del settings["LINEARS"], settings["GROUPED"]  # two, and it is
-    expand_gated_kernel[(len(tiles.slots), triton.cdiv(width, block_n))](
+    launched = expand_gated_kernel[(len(tiles.slots), triton.cdiv(width, block_n))](
         hidden,
         tiles.rows,
         tiles.slots,
@@ -356,4 +353,5 @@ def _expand_gated(
         num_stages=1,
         **settings,
     )
+    launch.leave_room(launched)
     return out

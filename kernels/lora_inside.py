@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels import launch
-from stoker.kernels.launch import await_turn, fetch_ahead
+from stoker.kernels.launch import await_turn, fetch
 from stoker.kernels.linear import plus_product
 from stoker.kernels.lora_shrink import matrix_of, rank_of, shrunk
 from stoker.kernels.reference.lora import LoraTable
@@ -37,15 +37,6 @@ class Inside(NamedTuple):
     slots: Tensor  # int64 [T]
     hidden: Tensor  # [linears, T, columns]: what the shrink gave, times the scale, in the columns of the token's slot; else 0
     rank: int  # columns of a slot
-
-
-class Ahead(NamedTuple):
-    """The part of a product's weight [N, D] that its programs read first: some columns from the beginning of each split."""
-
-    weight: Tensor
-    columns: int
-    split_depth: int
-    splits: int
 
 
 def columns_inside(table: LoraTable, rank: int, block_n: int, dtype: torch.dtype) -> int:
@@ -81,20 +72,14 @@ def shrink_into_columns_kernel(
     partial_ptr,
     arrived_ptr,
     hidden_ptr,
-    weight_ptr,
     x_stride,
-    weight_stride,
     tokens,
     depth,
     span,
     entries,
-    weight_rows,
-    weight_split,
     FIELDS: tl.constexpr,
     DTYPE: tl.constexpr,
     AHEAD: tl.constexpr,
-    AHEAD_ROWS: tl.constexpr,
-    AHEAD_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
@@ -106,17 +91,9 @@ def shrink_into_columns_kernel(
     """``Inside.hidden`` of a tile of one slot and one linear; of several splits of the depth, the last to come adds up all.
 
     partial: fp32 [tile, linear, split, BLOCK_T * RANK]; arrived: int32 [tile, linear], 0 before and after.
-    weight: what is read after this; AHEAD columns of each of its splits are on their way to L2 before the turn comes, AHEAD_ROWS
-    rows for each program.
+    AHEAD: columns of A, not fewer than a span, that are on their way to L2 before the kernel's turn comes.
     """
     tile, linear, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    tiles, linears = tl.num_programs(0), tl.num_programs(1)
-    ahead = ((split * linears + linear) * tiles + tile) * AHEAD_ROWS
-    if ahead < weight_rows:
-        for part in tl.static_range(AHEAD_SPLITS):
-            start = part * weight_split
-            its_rows = ahead + tl.arange(0, AHEAD_ROWS)
-            fetch_ahead(weight_ptr + start, its_rows, weight_stride, weight_rows, depth - start, AHEAD, DEPENDENT)
     ranks = tl.arange(0, RANK)
     rows = tl.load(rows_ptr + tile * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     slot = tl.load(slots_ptr + tile)
@@ -126,6 +103,10 @@ def shrink_into_columns_kernel(
     scale = tl.load(entry + 5).to(tl.float64, bitcast=True).to(tl.float32)
     total = tl.zeros((BLOCK_T, RANK), tl.float32)
     first = split * span
+    if DEPENDENT:  # noqa: SIM102 - known when it is compiled
+        if rank > 0:
+            its_a_ptr = a_ptr + tl.minimum(ranks, rank - 1) * depth + first
+            fetch(its_a_ptr, AHEAD, tl.minimum(span, depth - first) - 1)
     await_turn(DEPENDENT)
     if rank > 0:
         total = shrunk(
@@ -134,7 +115,7 @@ def shrink_into_columns_kernel(
         )  # fmt: skip
     last = True
     if SPLITS > 1:
-        number = tile * linears + linear
+        number = tile * tl.num_programs(1) + linear
         place = partial_ptr + number * (SPLITS * BLOCK_T * RANK)
         place += tl.arange(0, BLOCK_T)[:, None] * RANK + ranks[None, :]
         tl.store(place + split * (BLOCK_T * RANK), total)

@@ -29,10 +29,9 @@ PROGRAMS = ("benchmarks", "examples")  # run, and imported by nobody
 CORE = import_names(PROJECT["dependencies"]) - {"triton"}
 EXTRAS = [group for group in PROJECT["optional-dependencies"] if group not in ("dev", "docs", "plot")]
 EVERYTHING = CORE.union(*(import_names(PROJECT["optional-dependencies"][group]) for group in EXTRAS))
-OUTSIDE = {
-    "kernels": {"torch", "triton"},
-    "engine": CORE
-    | {"cuda", "bitsandbytes"},  # cuda.bindings comes with torch's CUDA builds, the other with a model's layers
+OUTSIDE = {  # cuda.bindings comes with torch's CUDA builds, bitsandbytes with a model's layers
+    "kernels": {"torch", "triton", "cuda"},
+    "engine": CORE | {"cuda", "bitsandbytes"},
     "weight_sync": CORE,
     "rollout": CORE,
     "integrations": EVERYTHING,

@@ -289,8 +289,7 @@ def launch_inside(
     rows, gated = AdapterRows(torch.zeros(tokens, dtype=torch.long)), "silu" if len(widths) == 2 else None
     settings = {"norm": None, "gated": gated, "residual": None, "scale": 1.0, "beside": lora.SHRINK_SHARED}
     for cut in cuts:
-        ahead = linear_streamed.read_ahead(x, weight, gated is not None, cut, lora.SHRINK_SHARED)
-        inside = lora.inside(x, table, rows, 256, ahead, arrived[1024:])
+        inside = lora.inside(x, table, rows, 256, arrived[1024:])
         linear_streamed.streamed(x, weight, None, cut=cut, arrived=arrived, inside=inside, **settings)
 
 

@@ -3,13 +3,15 @@
 The interpreter runs one launch after another, so results never show that a kernel read too early. Here each launch is
 checked as if it started early on a GPU, by the rules of ``stoker.kernels.launch``: until a program has called
 ``await_turn``, it reads nothing that the launch just before wrote, and writes nothing; every program calls it; none lets
-the next kernel start before; and what it fetches ahead is part of tensors that it was given. A launch is one of Triton's,
+the next kernel start before; and what it fetches ahead is part of tensors that it was
+given, or whose addresses it may have. A launch is one of Triton's,
 or a torch operation on something that kernels are given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,7 +24,7 @@ import torch
 import triton.language as tl
 from emulated_graph import tensors_in
 from numpy.typing import NDArray
-from sanitizer import among, wrapping
+from sanitizer import BY_ADDRESS, among, wrapping
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
@@ -79,6 +81,13 @@ def _about(func: Any) -> tuple[str, bool, list[int]]:
     return name, not func.is_view and name not in _NO_LAUNCHES, writes
 
 
+def _within(addresses: NDArray[np.int64], tensors: Sequence[Tensor]) -> bool:
+    extents = [_extent(each) for each in tensors if each.device.type == "cpu" and each.numel()]
+    return bool(
+        np.any([(start * _UNIT <= addresses) & (addresses < end * _UNIT) for start, end in extents], axis=0).all()
+    )
+
+
 @contextmanager
 def early_starts() -> Iterator[Found]:
     """Kernels interpreted within are looked at; gives what was found, filled until the end."""
@@ -102,10 +111,9 @@ def early_starts() -> Iterator[Found]:
         now.begin_program(found)
         if now.fetched:
             found.fetched[now.name] = fetched = np.concatenate(now.fetched)
-            extents = [_extent(each) for each in tensors]
-            if not np.any(
-                [(start * _UNIT <= fetched) & (fetched < end * _UNIT) for start, end in extents], axis=0
-            ).all():
+            if not _within(fetched, tensors) and not (
+                now.name in BY_ADDRESS and _within(fetched, [each for each in gc.get_objects() if type(each) is Tensor])
+            ):
                 found.faults.add(f"{now.name} fetches what is in no tensor that it was given")
         if now.early:
             found.early[now.name] = found.early.get(now.name, 0) + 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +21,11 @@ from adapted_linears import (
 )
 from linears import make_linear
 from lora_oracle import NUM_SLOTS
-from triton_oracle import DEVICE, assert_close, unwritten_is_nan  # noqa: F401
+from triton_oracle import DEVICE, assert_close, randn, unwritten_is_nan  # noqa: F401
 
 from stoker.kernels import launch, lora_inside
 from stoker.kernels.linear_measured import MeasuredLinear
+from stoker.kernels.lora import lora
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
 
 
@@ -139,3 +142,33 @@ def test_an_adapter_that_is_not_finite_is_inside_its_own_tokens_alone(times: dic
                 assert not found[own].isfinite().all(1).any()
                 assert torch.equal(found[~own], before[~own]) or (found - before)[~own].abs().max() < 1e-4
         assert len(linear._with_adapters) == 1
+
+
+def test_a_shrink_leaves_shared_memory_to_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver is told once of each function; without bindings, or of what was interpreted, nothing is."""
+    told: list[tuple[int, str, int]] = []
+    driver = SimpleNamespace(
+        CUfunction=int,
+        CUfunction_attribute=SimpleNamespace(CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT="carve-out"),
+        cuFuncSetAttribute=lambda *what: told.append(what),
+    )
+    monkeypatch.setattr(launch, "_ROOMY", set())
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    launch.leave_room(SimpleNamespace(function=3))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    for function in (3, 5, 5, 7, 5):
+        launch.leave_room(SimpleNamespace(function=function))
+    launch.leave_room(None)
+    assert told == [(5, "carve-out", 100), (7, "carve-out", 100)]
+
+
+@pytest.mark.gpu
+def test_a_driver_takes_it() -> None:
+    driver = pytest.importorskip("cuda.bindings.driver")
+    before, known = set(launch._ROOMY), driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    table = table_of(ranks={1: 8, 2: 24, 4: 40})
+    x, slots = randn(20, 304), torch.arange(20, device=DEVICE) % (NUM_SLOTS + 1)
+    lora(x, randn(20, 64), table, AdapterRows(slots), deterministic=True)
+    for function in launch._ROOMY - before or launch._ROOMY:
+        assert driver.cuFuncGetAttribute(known, driver.CUfunction(function)) == (driver.CUresult.CUDA_SUCCESS, 100)

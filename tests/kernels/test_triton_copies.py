@@ -19,7 +19,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 @pytest.mark.parametrize("source", DTYPES, ids=str)
 @pytest.mark.parametrize("target", DTYPES, ids=str)
 def test_of_any_dtypes_lengths_and_places(source: torch.dtype, target: torch.dtype) -> None:
-    whole = by_triton._PART
+    whole = by_triton.part_of(source)
     sizes = [0, 1, 7, 8, 4095, 4096, 4097, whole - 1, whole, 2 * whole + 5]
     sources = [torch.randn(n, device=DEVICE).mul(100).to(source) for n in sizes]
     sources += [torch.randn(60, 40, device=DEVICE).to(source).t(), torch.randn(2003, device=DEVICE).to(source)[3:]]
