@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from triton_oracle import DEVICE, assert_close, unwritten_is_nan  # noqa: F401
 
 from stoker.kernels import linear_measured, ops
-from stoker.kernels.linear_measured import MeasuredLinear
+from stoker.kernels.linear_measured import MeasuredLinear, run_at_once
 from stoker.kernels.linear_streamed import streamed
 from stoker.kernels.triton_ops import DETERMINISTIC
 
@@ -142,80 +143,59 @@ def test_nothing_is_concluded_from_what_is_not_finite(
     assert list(linear.chosen.values()) == ["torch"] and "the product is not finite" in caplog.text
 
 
+class Clocks:
+    """A device that does one thing after the other, as the host has told it; both take microseconds for each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.host, self.device, self.slept = 0.0, 0.0, list[float]()
+        monkeypatch.setattr(torch.cuda, "Event", self.event)
+        monkeypatch.setattr(torch.cuda, "_sleep", self.sleep, raising=False)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=64))
+        monkeypatch.setattr(linear_measured, "rms_norm", lambda *_: self.does(60, 2))
+        monkeypatch.setattr(Tensor, "sum", lambda *_: self.does(60, 30))
+
+    def does(self, on_host: float, *on_device: float) -> None:
+        for each in on_device:
+            self.host += on_host
+            self.device = max(self.device, self.host) + each
+
+    def sleep(self, cycles: int) -> None:
+        self.slept.append(cycles)
+        self.does(60, cycles / 2000)  # at 2 GHz
+
+    def event(self, *, enable_timing: bool) -> Any:
+        assert enable_timing
+        made = SimpleNamespace(synchronize=lambda: None)
+        made.record = lambda: setattr(made, "at", max(self.device, self.host))
+        made.query = lambda: made.at <= self.host
+        made.elapsed_time = lambda other: 1e-3 * (other.at - made.at)
+        return made
+
+
 def test_times_are_medians_of_what_a_call_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-
-    def takes(*times: float) -> Callable[..., Tensor]:
-        each = itertools.cycle(times)
-
-        def run(*_: Any) -> Tensor:
-            nonlocal now
-            now += next(each)
-            return torch.zeros(1)
-
-        return run
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            self.at = now
-
-        def synchronize(self) -> None:
-            pass
-
-        def elapsed_time(self, end: Event) -> float:
-            return (end.at - self.at) / 1e3  # milliseconds
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", takes(5000), raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=64))
-    monkeypatch.setattr(linear_measured, "rms_norm", takes(2.0))
-    monkeypatch.setattr(Tensor, "sum", takes(30.0))
-    found = linear_measured.microseconds(
-        {"long": takes(9.0, 9.0, 9.0, 100.0), "short": takes(4.0)}, torch.device("cpu")
-    )
-    assert found == {"long": pytest.approx(9.0), "short": pytest.approx(4.0)}
+    clocks = Clocks(monkeypatch)
+    long = itertools.cycle([9.0, 9.0, 9.0, 100.0])
+    calls = {"long": lambda: clocks.does(1, next(long)), "short": partial(clocks.does, 1, 4.0)}
+    assert linear_measured.microseconds(calls, torch.device("cpu")) == pytest.approx({"long": 9.0, "short": 4.0})
+    assert len(clocks.slept) == 7
 
 
-def test_times_are_the_devices_where_the_host_takes_longer_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls whose launches cost the host more than they take: it is ahead of the device all the same."""
-    host = device = 0.0
-
-    def launches(micros: float, count: int = 1) -> Callable[..., Tensor]:
-        def run(*_: Any) -> Tensor:
-            nonlocal host, device
-            for _ in range(count):
-                host += 60.0
-                device = max(host, device) + micros / count
-            return torch.zeros(1)
-
-        return run
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            self.record = lambda: setattr(self, "at", max(host, device))
-
-        def synchronize(self) -> None:
-            nonlocal host
-            host = max(host, device)
-
-        def elapsed_time(self, end: Any) -> float:
-            return float(end.at - self.at) / 1e3
-
-    def sleep(cycles: int) -> None:
-        launches(cycles / 2000)()  # at 2 GHz
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", sleep, raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=64))
-    monkeypatch.setattr(linear_measured, "rms_norm", launches(2.0))
-    monkeypatch.setattr(Tensor, "sum", launches(30.0))
+@pytest.mark.parametrize(("on_host", "slept"), [(60, 1), (2000, 8)])
+def test_times_are_the_devices_where_the_host_takes_longer_to_launch(
+    on_host: float, slept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either the host is ahead of the device all the same, or the device sleeps longer until it is."""
+    clocks = Clocks(monkeypatch)
     times = {"torch": 12.0, "skinny": 7.0, "streamed, 1": 8.0, "streamed, 2": 6.0, "norm, 1": 9.0, "norm, 2": 10.0}
-    calls = {name: launches(micros, 3 if "norm" in name else 2) for name, micros in times.items()}
-    found = linear_measured.microseconds(calls, torch.device("cpu"))
-    assert found == {name: pytest.approx(micros) for name, micros in times.items()}
+    calls = {name: partial(clocks.does, on_host, us / 2, us / 2) for name, us in times.items()}
+    assert linear_measured.microseconds(calls, torch.device("cpu")) == pytest.approx(times)
+    assert clocks.slept[-1] == slept * clocks.slept[0] and clocks.slept.count(clocks.slept[-1]) == 7
+
+
+def test_a_host_slower_than_any_sleep_still_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks(monkeypatch)
+    found = linear_measured.microseconds({"one": partial(clocks.does, 1e6, 5.0)}, torch.device("cpu"))
+    assert found["one"] > 5 and len(clocks.slept) == 11
 
 
 def test_each_engine_measures_for_itself_and_a_deterministic_one_never() -> None:
@@ -238,3 +218,20 @@ def test_on_a_device_the_fastest_is_found_among_right_ones(tokens: int, caplog: 
     calls = {name: lambda name=name: torch.cuda._sleep(20000 if name == "long" else 1000) for name in ("long", "short")}
     found = linear_measured.microseconds(calls, DEVICE)
     assert found["long"] > found["short"] > 0
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_what_has_to_be_compiled_is_compiled_at_once(inference: bool) -> None:
+    """Each call waits for the others; an error of one, which by itself will show again, is not that of all."""
+    together, found = threading.Barrier(3, timeout=20), []
+
+    def call(fails: bool) -> None:
+        together.wait()
+        found.append(torch.is_inference_mode_enabled())
+        if fails:
+            raise RuntimeError("does not compile")
+
+    with torch.inference_mode(inference):
+        run_at_once([partial(call, fails) for fails in (False, True, False)], torch.device("cpu"))
+    assert found == [inference] * 3
+    run_at_once([], torch.device("cpu"))
