@@ -69,9 +69,14 @@ def train(model: PeftModel) -> None:
 def build(scenario: Scenario, device: str) -> PeftModel:
     base = scenario.spec.build(device, dtype_of(device))
     config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
-    model = get_peft_model(base, config, adapter_name="0", autocast_adapter_dtype=scenario.wide).eval()
+    # Without memory at first: to fill it with numbers on the host, which ``train`` replaces, would take seconds.
+    how = {"autocast_adapter_dtype": scenario.wide, "low_cpu_mem_usage": True}
+    model = get_peft_model(base, config, adapter_name="0", **how).eval()
     for index in range(1, scenario.adapters):
-        model.add_adapter(str(index), config, autocast_adapter_dtype=scenario.wide)
+        model.add_adapter(str(index), config, **how)
+    for module in model.modules():
+        if any(p.is_meta for p in module.parameters(recurse=False)):
+            module.to_empty(device=device, recurse=False).to(torch.float32 if scenario.wide else base.dtype)
     train(model)
     return model
 
