@@ -99,7 +99,7 @@ def rms_norm(
     rows = _rows(x)
     residual_rows = rows if residual is None else _rows(residual)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _rms_norm_kernel[(rows.shape[0],)](
+    launched = _rms_norm_kernel[(rows.shape[0],)](
         rows,
         weight,
         weight if bias is None else bias,
@@ -120,6 +120,7 @@ def rms_norm(
         # A product that is rounded before it is added is not one with the sum.
         **launch.options(x.device, fused=False),
     )
+    launch.leave_room(launched)
     return out
 
 
