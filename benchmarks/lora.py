@@ -66,17 +66,18 @@ def train(model: PeftModel) -> None:
             parameter.normal_(std=0.02)
 
 
-def build(scenario: Scenario, device: str) -> PeftModel:
-    base = scenario.spec.build(device, dtype_of(device))
+def build(spec: ModelSpec, device: str, adapters: int, *, wide: bool = False) -> PeftModel:
+    """A model with so many adapters, "0", "1", ... wide: as of ``Scenario``."""
+    base = spec.build(device, dtype_of(device))
     config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
     # Without memory at first: to fill it with numbers on the host, which ``train`` replaces, would take seconds.
-    how = {"autocast_adapter_dtype": scenario.wide, "low_cpu_mem_usage": True}
+    how = {"autocast_adapter_dtype": wide, "low_cpu_mem_usage": True}
     model = get_peft_model(base, config, adapter_name="0", **how).eval()
-    for index in range(1, scenario.adapters):
+    for index in range(1, adapters):
         model.add_adapter(str(index), config, **how)
     for module in model.modules():
         if any(p.is_meta for p in module.parameters(recurse=False)):
-            module.to_empty(device=device, recurse=False).to(torch.float32 if scenario.wide else base.dtype)
+            module.to_empty(device=device, recurse=False).to(torch.float32 if wide else base.dtype)
     train(model)
     return model
 
@@ -204,7 +205,7 @@ def swaps(model: PeftModel, scenario: Scenario, device: str) -> dict[str, Any]:
 
 def compare(scenario: Scenario, device: str) -> Iterator[dict[str, Any]]:
     """What is known so far: of rollouts first."""
-    model = build(scenario, device)
+    model = build(scenario.spec, device, scenario.adapters, wide=scenario.wide)
     config = EngineConfig(
         max_num_seqs=scenario.workload.slots, max_model_len=scenario.workload.max_len, max_loras=scenario.adapters
     )

@@ -8,6 +8,7 @@ table and one JSON line.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import time
@@ -73,18 +74,30 @@ def attribute(spans: Iterable[tuple[str, float, float]]) -> dict[str, float]:
     return dict(total)
 
 
-def measure(name: str, device: str, batch: int, context: int, steps: int) -> dict[str, Any]:
-    """Of at least so many steps."""
+def measure(name: str, device: str, batch: int, context: int, steps: int, adapters: int = 0) -> dict[str, Any]:
+    """Of at least so many steps. adapters: as many as are mixed in the batch."""
     spec = MODELS[name]
-    model = spec.build(device, dtype_of(device))
+    model: Any
+    by_row: list[str] | None = None
+    if adapters:
+        from stoker.benchmarks import lora
+
+        model = lora.build(spec, device, adapters)
+        by_row = [str(row % adapters) for row in range(batch)]
+    else:
+        model = spec.build(device, dtype_of(device))
     prompts = random_prompts(spec, batch, context, seed="0")
     most = steps + 2 * EngineConfig().decode_window  # two windows may be under way before the first is read
     params = SamplingParams(max_tokens=most, ignore_eos=True)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-    with RolloutEngine(model, config=EngineConfig(max_num_seqs=batch, max_model_len=context + most)) as engine:
+    config = EngineConfig(max_num_seqs=batch, max_model_len=context + most, max_loras=max(adapters, 1))
+    with RolloutEngine(model, config=config) as engine:
         for _ in range(2):
-            engine.generate_batch(prompts, params)  # compiles, captures, fills the prefix cache
-        handles = [engine.submit(prompt, params) for prompt in prompts]
+            engine.generate_batch(prompts, params, adapter=by_row)  # compiles, captures, fills the prefix cache
+        handles = [
+            engine.submit(prompt, params, adapter=adapter)
+            for prompt, adapter in zip(prompts, by_row or [None] * batch, strict=True)
+        ]
         engine.wait(handles, share=0, timeout=0)
         while any(not h._requests[0].num_output for h in handles):
             engine.wait(handles, timeout=0)  # until every prompt is through
@@ -118,6 +131,7 @@ def measure(name: str, device: str, batch: int, context: int, steps: int) -> dic
         "device": device,
         "batch": batch,
         "context": context,
+        "adapters": adapters,
         "steps": done,
         "step_us": wall / done * 1e6,
         "ceiling_us": best * 1e6,
@@ -136,10 +150,17 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument(
+        "--adapters", type=int, default=0, help="LoRA adapters of rank 16, mixed in the batch; needs peft"
+    )
     parser.add_argument("--output", type=Path, help="a folder to write the JSON line to as a file")
     args = command.parse(parser)
+    if args.adapters < 0:
+        parser.error("argument --adapters: it has to be at least 0")
+    if args.adapters and importlib.util.find_spec("peft") is None:
+        parser.error("argument --adapters: pip install peft")
     name = args.model or (LLAMA_1B.name if args.device == "cuda" else TOY.name)
-    found = measure(name, args.device, args.batch, args.context, args.steps)
+    found = measure(name, args.device, args.batch, args.context, args.steps, args.adapters)
     print(
         f"{name}, {args.batch} rows, context {args.context}: a step takes {found['step_us']:.0f} us under the profiler"
     )
@@ -147,7 +168,8 @@ def main() -> int:
         print(f"  {part:24}{us:10.1f} us {us / found['step_us']:7.1%}")
     print(json.dumps(found))
     if args.output is not None:
-        path = args.output / f"profile-{args.device}-{name}-{args.batch}x{args.context}.json"
+        what = f"{args.batch}x{args.context}" + (f"-{args.adapters}-adapters" if args.adapters else "")
+        path = args.output / f"profile-{args.device}-{name}-{what}.json"
         path.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 

@@ -167,7 +167,9 @@ def test_wrong_flags_are_refused_before_anything_is_measured(
 ) -> None:
     (tmp_path / "file").touch()
     bad = [("--output", str(tmp_path / "file")), ("--output", str(tmp_path / "file" / "below"))]
-    bad += [("--batch", "0"), ("--steps", "0")] if name == "step_profile" else [("--threads", "0")]
+    bad += (
+        [("--batch", "0"), ("--steps", "0"), ("--adapters", "-1")] if name == "step_profile" else [("--threads", "0")]
+    )
     bad += [] if torch.cuda.is_available() else [("--device", "cuda")]
     for flag in bad:
         assert main(["bench", name, *flag]) == 2

@@ -20,8 +20,10 @@ from stoker.rollout import SamplingParams, engine
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("spec", [TOY, TOY_HYBRID], ids=lambda spec: spec.name)
-def test_a_profile_s_steps_are_those_it_saw(spec: ModelSpec, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("spec", "adapters"), [(TOY, 0), (TOY_HYBRID, 0), (TOY, 2)], ids=["toy", "hybrid", "adapters"])
+def test_a_profile_s_steps_are_those_it_saw(
+    spec: ModelSpec, adapters: int, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And none of before, in which sequences that were through with their prompts went on."""
     monkeypatch.setattr(engine, "runtime_for", partial(CpuRuntime, ahead=ahead))
     traces: list[Any] = []
@@ -32,7 +34,8 @@ def test_a_profile_s_steps_are_those_it_saw(spec: ModelSpec, ahead: int, monkeyp
             traces.append(self)
 
     monkeypatch.setattr(step_profile, "profile", Kept)
-    found = step_profile.measure(spec.name, "cpu", 4, 16, 12)
+    found = step_profile.measure(spec.name, "cpu", 4, 16, 12, adapters)
+    assert found["adapters"] == adapters
     assert found["steps"] == sum(event.name == "aten::embedding" for event in traces[0].events()) >= 12
 
 
