@@ -52,7 +52,7 @@ class SamplingSpec:
 
 @dataclass(eq=False, slots=True)
 class Adapter:
-    """An adapter as requests know it. A new one under an old name has another ``serial``."""
+    """An adapter as requests know it. A new one under an old name has another ``serial``; so has one whose dtype changes."""
 
     name: str
     serial: int
@@ -98,7 +98,7 @@ class Request:
     first_new_block: int = 0  # block ids from here on are not yet in the static block table
     block_keys: list[bytes] = field(default_factory=list)
     offered_blocks: int = 0  # full blocks the prefix cache has been told of
-    older_kv: bool = False  # some of its KV was computed with earlier weights
+    older_kv: bool = False  # some of its KV was computed with earlier weights, or in another dtype
     started: bool = False  # has run at some time; it may be waiting again
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
 

@@ -312,14 +312,18 @@ class Scheduler:
         Running requests go on with the KV they have, and share it with nobody; ``preempt_all`` has them compute it again. A
         request whose scores are incomplete begins again, so that they are all of the same weights.
         """
-        for request in [r for r in (*self.running, *self.waiting) if r.scoring is not None and not r.scoring.complete]:
+        self.outdate([*self.running, *self.waiting])
+        self.prefixes.weight_version = version
+        self.prefixes.forget()
+
+    def outdate(self, requests: Sequence[Request]) -> None:
+        """What these requests have computed is not what would be computed now. As ``set_weight_version`` for them alone."""
+        for request in [r for r in requests if r.scoring is not None and not r.scoring.complete]:
             assert request.scoring is not None
             request.scoring.restart()
             if request.status is Status.RUNNING:
                 self._preempt(request)
-        self.prefixes.weight_version = version
-        self.prefixes.forget()
-        for request in (*self.running, *self.waiting):
+        for request in requests:
             assert not request.pending
             request.block_keys.clear()
             request.older_kv = request.computed > 0

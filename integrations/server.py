@@ -121,7 +121,6 @@ class Server:
         self._starts = ThreadPoolExecutor(64, "stoker-requests")
         # One thread, so that a pause, an update and a resume run in the order they came in.
         self._control = ThreadPoolExecutor(1, "stoker-control")
-        self._has_paused = False  # whether a request has paused the engine; only used in that thread
         self._last_change: Future[None] | None = None
         self._socket = port if isinstance(port, socket.socket) else listen(host, port)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
@@ -194,8 +193,8 @@ class Server:
             "/v1/chat/completions": ("POST", partial(self._generate, chat=True)),
         }
         changes: dict[str, tuple[Callable[..., Any], dict[str, type]]] = {
-            "/pause": (self._pause, {"mode": str}),
-            "/resume": (self._resume, {"recompute": bool}),
+            "/pause": (partial(engine.pause, owner=self), {"mode": str}),
+            "/resume": (partial(engine.resume, owner=self), {"recompute": bool}),
             "/sleep": (engine.sleep, {"level": int}),
             "/wake_up": (engine.wake_up, {"tags": list}),
             "/update_weights": (self._update_weights, {"path": str, "version": int}),
@@ -263,18 +262,15 @@ class Server:
             return _error(409, str(error))
         return await self._health(request)
 
-    def _pause(self, **how: Any) -> None:
-        self._has_paused = not self._engine.is_paused_elsewhere  # or its owner is to end that pause
-        self._engine.pause(**how)
-
-    def _resume(self, **how: Any) -> None:
-        self._engine.resume(**how)
-        self._has_paused = False
-
     def _end_pause(self) -> None:
-        if self._has_paused and self._engine.is_paused and not self._engine.is_paused_elsewhere:
-            with suppress(EngineStateError):  # it is closed, or asleep with its owner's requests under way
-                self._resume()
+        if not self._engine.is_paused:
+            return
+        with suppress(EngineStateError):  # it is closed
+            try:
+                self._engine.resume(owner=self)
+            except EngineStateError:  # asleep with its owner's requests under way, who is to end a pause after waking
+                self._engine.pause()
+                self._engine.resume(owner=self)
 
     def _update_weights(self, path: str = "", version: int | None = None) -> None:
         # Both are False for what is no path, and for a pipe, to which nobody may ever write.

@@ -229,11 +229,11 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
                 self._loop = None
         end = time.monotonic() + _STOP_S
         while self._has_paused and self.engine is not None and self.engine.is_paused:  # since an optimizer step failed
-            self.engine.pause("abort")  # nothing may run on the weights it has left
+            self.engine.pause("abort", owner=self)  # nothing may run on the weights it has left
             self._thread.join(0.1)  # the thread may still submit requests
             if not self._thread.is_alive() or time.monotonic() > end:
-                self.engine.pause("abort")
-                self.engine.resume()
+                self.engine.pause("abort", owner=self)
+                self.engine.resume(owner=self)
                 self._has_paused = False
         self._thread.join(max(0.0, end - time.monotonic()))
         if self._thread.is_alive():
@@ -293,15 +293,13 @@ class _AroundOptimizerSteps(TrainerCallback):  # type: ignore[misc]
         self._rollouts.start()  # TRL does so at a trainer's first run only
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self._rollouts._has_paused = not self._engine.is_paused_elsewhere  # or whoever has paused it ends that
-        if self._rollouts._has_paused:
-            self._engine.pause("keep")
+        self._rollouts._has_paused = True
+        self._engine.pause("keep", owner=self._rollouts)
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._engine.update_weights()
-        if self._rollouts._has_paused:
-            self._engine.resume(recompute=self._recompute)
-            self._rollouts._has_paused = False
+        self._engine.resume(recompute=self._recompute, owner=self._rollouts)
+        self._rollouts._has_paused = False
 
 
 def _loop(rollouts: AsyncRollouts, trainer: Any, engine: RolloutEngine) -> EngineLoop:

@@ -252,9 +252,9 @@ class AdapterSources:
                 f"adapter {name!r} changes {outside[0]}, whose matmul is the model's own, and its bits depend on the batch: "
                 "not with deterministic=True"
             )
-        mine = _dtypes_of(adapter)  # all adapters that run together have to have one dtype
+        mine = dtypes_of(adapter)  # all adapters that run together have to have one dtype
         for other in known.values():
-            if len(kinds := mine | _dtypes_of(other)) > 1:
+            if len(kinds := mine | dtypes_of(other)) > 1:
                 raise UnsupportedModelError(
                     f"adapter {name!r} would run beside one in another dtype, {' and '.join(sorted(map(str, kinds)))}: not with "
                     "deterministic=True, cast it"
@@ -323,5 +323,6 @@ class AdapterSources:
                 known.pop(name, None)
 
 
-def _dtypes_of(adapter: AdapterWeights) -> set[torch.dtype]:
+def dtypes_of(adapter: AdapterWeights) -> set[torch.dtype]:
+    """Of its matrices, and of those on top."""
     return {matrix.dtype for link in adapter.links for matrix in link.matrices()}

@@ -23,6 +23,7 @@ from stoker.kernels.errors import (
     StokerError,
 )
 from stoker.kernels.reference.adapter_weights import AdapterWeights
+from stoker.rollout.adapter_sources import dtypes_of
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.user_values import shown
 from stoker.weight_sync.adapter_files import model_of
@@ -87,7 +88,10 @@ class Adapters:
         return found
 
     def refresh(self) -> None:
-        """Take the live model's adapters, and fill the slots of the shell, which may be new. No step may be pending."""
+        """Take the live model's adapters, and fill the slots of the shell, which may be new. No step may be pending.
+
+        An adapter that runs in another dtype than before gets another serial, as what was computed with it is not what it computes.
+        """
         live = self._binding.adapters.weights
         for name in self._known.keys() - live.keys():
             self._forget(name)
@@ -95,10 +99,13 @@ class Adapters:
             self._known[name] = Adapter(name, next(self._serials))
         shell = self._binding.shell
         if live is not self._weights:
-            self._dtypes = {t.dtype for adapter in live.values() for link in adapter.links for t in link.matrices()}
+            self._dtypes = set[torch.dtype]().union(*map(dtypes_of, live.values()))
         if (casts := self._casts_of(self._dtypes)) != self._casts:
             for adapter in self.slots:  # all of them first: no slot may have another dtype than its neighbours
                 shell.lora.put(adapter.slot, None)
+            for name, adapter in self._known.items():
+                if any(casts.get(d, d) != self._casts.get(d, d) for d in dtypes_of(live[name])):
+                    adapter.serial = next(self._serials)
             self._placed.clear()
             self._aliased.clear()
             self._fillings.clear()

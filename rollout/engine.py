@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, Self
@@ -194,42 +194,47 @@ class RolloutEngine:
         """
         return wait(self._loop, handles, share, timeout)
 
-    def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
+    def pause(self, mode: Literal["keep", "wait", "abort"] = "keep", *, owner: Hashable = None) -> None:
         """Stop between two steps, so that weights can be updated or memory be given back with requests under way.
 
         mode: "keep" leaves them where they are; "wait" lets them finish first, and no other begin meanwhile; "abort" ends
         them, with the tokens they have. New requests queue until ``resume``, and those of other threads do not look at the
-        weights before it.
+        weights before it. owner: whose pause it is, where several parties pause: nothing runs before each of them has resumed.
         """
         self._state.check_open()
         if mode not in ("keep", "wait", "abort"):
             raise InvalidRequestError(f"mode={shown(mode)}: give 'keep', 'wait' or 'abort'")
-        self._loop.pause(mode)
+        self._loop.check_owner(owner)
+        self._loop.pause(mode, owner)
 
     @torch.inference_mode(False)
-    def resume(self, *, recompute: bool = False) -> None:
-        """Go on. recompute: compute the KV of requests under way again, where weights changed; else they keep the old.
+    def resume(self, *, recompute: bool = False, owner: Hashable = None) -> None:
+        """End this owner's pause, from any thread, and go on if no other owner has one.
+
+        recompute: compute the KV of requests under way again, where weights changed; else they keep the old.
 
         Their next tokens are sampled under the new weights either way, as ``Completion.weight_versions`` shows; changes
         that nobody announced are noticed here. Raises ``EngineStateError`` where they find the engine asleep, or weights
         that are incomplete.
         """
+        self._loop.check_owner(owner)
         with self._loop.gate("resume"):
             self._state.check_open()
-            if self._loop.has_work("resume"):
+            # Else somebody may be changing the weights.
+            if self._loop.goes_on_without(owner) and self._loop.has_work("resume"):
                 self._state.check_ready()
                 self._binding.check_ready()
                 self._updates.notice(recompute=recompute)
-            self._loop.resume(recompute=recompute)
+            self._loop.resume(recompute=recompute, owner=owner)
 
     @property
     def is_paused(self) -> bool:
-        """Whether ``pause`` was called, by any thread, and ``resume`` not yet."""
+        """Whether ``pause`` was called, by any thread for any owner, and ``resume`` not yet."""
         return self._loop.is_paused
 
     @property
     def is_paused_elsewhere(self) -> bool:
-        """Whether the latest ``pause`` was another thread's, so that its ``resume`` is that thread's to call."""
+        """Whether another thread has paused the engine, so that a ``resume`` is that thread's to call."""
         return self._loop.is_paused_elsewhere
 
     # -- weights -------------------------------------------------------------------------------------------------

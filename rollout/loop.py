@@ -7,21 +7,20 @@ requests; nothing runs behind a trainer's back.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from typing import Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
 from stoker.engine.core import EngineCore
 from stoker.engine.request import Request, Status
-from stoker.kernels.errors import (
-    EngineStateError,
-    RequestFailedError,
-)
+from stoker.kernels.errors import EngineStateError, InvalidRequestError, RequestFailedError
+from stoker.rollout.user_values import shown
 
 _ENDED = RequestFailedError(
     "a step of the engine failed or was interrupted, which ended every request: submit it again"
@@ -78,6 +77,15 @@ class _Follower:
         return self._lock.acquire(timeout=timeout)
 
 
+class _Pause(NamedTuple):
+    by: threading.Thread  # not its ident, which a later thread may get
+    since: float
+
+    def __str__(self) -> str:
+        ended = "" if self.by.is_alive() else ", which has ended"
+        return f"{time.monotonic() - self.since:.0f} s ago by thread {self.by.name}{ended}"
+
+
 class Loop:
     """The core, and the right to touch it."""
 
@@ -98,8 +106,7 @@ class Loop:
         self._leader: int | None = None  # the thread that runs steps for all, as long as it waits for something itself
         self._steps = 0
         self._followers: list[_Follower] = []  # others that wait for something meanwhile
-        self._paused_by: threading.Thread | None = None  # not its ident, which a later thread may get
-        self._paused_at = 0.0
+        self._pauses: dict[Hashable, _Pause] = {}  # by owner; nothing runs while there is one
         self._told = False  # whether a long pause was logged
         self._resumed = _Signal()
         self._resumed.set()
@@ -202,31 +209,40 @@ class Loop:
 
     @property
     def is_paused(self) -> bool:
-        return self._paused_by is not None
+        return bool(self._pauses)
 
     @property
     def pause_now(self) -> str | None:
         """Text that says since when the engine is paused, and by whom; None where it is not."""
-        by = self._paused_by
-        if by is None:
-            return None
-        ended = "" if by.is_alive() else ", which has ended"
-        return f"paused {time.monotonic() - self._paused_at:.0f} s ago by thread {by.name}{ended}"
+        pauses = list(self._pauses.values())  # another thread may end one meanwhile
+        return f"paused {' and '.join(map(str, pauses))}" if pauses else None
 
     def _tell_of_pause(self) -> None:
         """Log a long pause, once: whoever has paused may be gone, and nothing else would say why nothing happens."""
-        if not self._told and (now := self.pause_now) and time.monotonic() - self._paused_at >= _LONG_PAUSE:
+        first = min((pause.since for pause in list(self._pauses.values())), default=math.inf)
+        if not self._told and time.monotonic() - first >= _LONG_PAUSE:
             self._told = True
-            _log.warning("requests wait for resume(): the engine was %s", now)
+            _log.warning("requests wait for resume(): the engine was %s", self.pause_now)
 
     @property
     def is_paused_elsewhere(self) -> bool:
         """Whether another thread than this one has paused the engine."""
-        return self._paused_by not in (None, threading.current_thread())
+        return any(pause.by is not threading.current_thread() for pause in list(self._pauses.values()))
+
+    @staticmethod
+    def check_owner(owner: Any) -> None:
+        try:
+            hash(owner)
+        except TypeError as error:
+            raise InvalidRequestError(f"owner={shown(owner)}: {error}, give a name") from error
+
+    def goes_on_without(self, owner: Hashable) -> bool:
+        """Whether nothing is paused any more once this owner resumes. None, the default, need not have paused."""
+        return self._pauses.keys() <= {owner} and (owner is None or self.is_paused)
 
     def check_not_paused(self) -> None:
         """Raise ``EngineStateError`` where waiting would never end."""
-        if self._paused_by is threading.current_thread():
+        if any(pause.by is threading.current_thread() for pause in list(self._pauses.values())):
             raise EngineStateError("this thread has paused the engine: call resume() first")
 
     def add(self, call: str, requests: Sequence[Request]) -> None:
@@ -339,14 +355,15 @@ class Loop:
             with suppress(ValueError):  # interrupted before it was there
                 self._followers.remove(follower)
 
-    def pause(self, mode: Literal["keep", "wait", "abort"]) -> None:
+    def pause(self, mode: Literal["keep", "wait", "abort"], owner: Hashable = None) -> None:
         def pause() -> None:
             if mode == "abort":
                 self.core.abort_all()
             self.core.drain()
             self._resumed.clear()
-            self._paused_at, self._told = time.monotonic(), False
-            self._paused_by = threading.current_thread()
+            if self._pauses.keys() <= {owner}:
+                self._told = False
+            self._pauses[owner] = _Pause(threading.current_thread(), time.monotonic())
 
         while True:
             if mode == "wait":
@@ -359,11 +376,15 @@ class Loop:
                 self.do("pause", pause)
                 return
 
-    def resume(self, *, recompute: bool) -> None:
+    def resume(self, *, recompute: bool, owner: Hashable = None) -> None:
+        goes_on = self.goes_on_without(owner)
+        if not goes_on and owner not in self._pauses:
+            return
         if recompute:
             self.do("resume", self.core.scheduler.preempt_all)
-        self._resumed.set()  # first: after an interrupt in between the engine is still paused, and nobody waits for ever
-        self._paused_by = None
+        if goes_on:
+            self._resumed.set()  # first: after an interrupt in between the engine is still paused, and nobody waits for ever
+        self._pauses.pop(owner, None)
 
     def abandon(self, requests: Sequence[Request]) -> None:
         """Abort before the next step. Takes no lock: a garbage collector may call it anywhere."""

@@ -184,7 +184,11 @@ class WeightUpdates:
         action, model = "load an adapter", model_of(source)
 
         def load() -> Exception | None:
+            self._core.drain()  # what is on its way was computed with the adapters as they are
+            keys = [(request, request.adapter.key) for request in self._core.under_way if request.adapter is not None]
             error = self._adapters.load(name, source, self._core.under_way)
+            # A dtype that is new may have made others run in another one.
+            self._core.scheduler.outdate([r for r, key in keys if r.adapter is not None and r.adapter.key != key])
             self._end_without_adapter()
             return error
 

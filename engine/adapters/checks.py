@@ -151,3 +151,11 @@ def _check_states(name: str, link: AdapterWeights, modules: Mapping[str, Any], f
                 f"adapter {name!r} trains tokens of {path}: the engine runs those of embeddings, and of a head without a "
                 "bias, which PEFT would leave out. Name it in modules_to_save, or leave it out of trainable_token_indices"
             )
+        # PEFT has both over one module where that is a head tied to an embedding with tokens, and then no DoRA.
+        module = modules[path]
+        tied = any(p != path and modules[p].weight is module.weight for p in link.tokens)
+        if path in (link.magnitudes if tied and not isinstance(module, nn.Embedding) else link.linears):
+            raise UnsupportedModelError(
+                f"adapter {name!r} has {'DoRA' if path in link.magnitudes else 'LoRA'} over {path} and trains tokens of it, which "
+                "PEFT does not run: leave it out of one of target_modules and trainable_token_indices"
+            )

@@ -133,3 +133,15 @@ def test_all_that_is_waited_for_ends_in_one_turn(monkeypatch: pytest.MonkeyPatch
     with build() as engine:
         assert all(output.completions[0].finish_reason == "abort" for output in asyncio.run(ask(engine)))
         at_rest(engine)
+
+
+def test_a_pause_in_which_the_owner_has_put_requests_to_sleep(engine: RolloutEngine) -> None:
+    """They cannot go on when the server ends what a client asked for: the pause is the owner's then."""
+    with serve(engine, port=0, control=True) as server:
+        assert post(server, "/pause", {})[1]["is_paused"] is True
+        handle = engine.submit("abc")
+        engine.sleep()
+    assert engine.is_paused
+    engine.wake_up()
+    engine.resume()
+    assert not engine.is_paused and handle.result(timeout=30).completions

@@ -306,14 +306,19 @@ def test_a_pause_asked_for_over_http_ends_with_the_server() -> None:
             post(server, "/pause", {})
         assert engine.is_paused
         engine.resume()
-        with serve(engine, port=0, control=True) as server:  # one that the owner has ended, and then made one himself
+        with serve(
+            engine, port=0, control=True
+        ) as server:  # one beside which the owner has ended one, and made another
             post(server, "/pause", {})
             engine.resume()
             engine.pause()
         assert engine.is_paused
-        with serve(engine, port=0, control=True) as server:
-            engine.resume()
+        with serve(engine, port=0, control=True) as server:  # each ends only its own
             post(server, "/pause", {})
+            assert post(server, "/resume", {})[1]["is_paused"] is True
+            post(server, "/pause", {})
+            engine.resume()
+            assert engine.is_paused
             engine.close()
 
 

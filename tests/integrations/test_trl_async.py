@@ -52,12 +52,12 @@ def test_samples_carry_the_log_probabilities_of_the_weights_they_were_drawn_from
         handles.append(submit(*args, **options))
         return handles[-1]
 
-    def pause_within_a_completion(mode: Any) -> None:
+    def pause_within_a_completion(mode: Any, **whose: Any) -> None:
         while threads():
-            pause(mode)
+            pause(mode, **whose)
             if any(h.status == "running" and h._requests[0].num_output > 2 for h in handles):
                 return
-            engine.resume()
+            engine.resume(**whose)
             time.sleep(1e-3)
 
     def noted_update() -> int:
@@ -290,6 +290,25 @@ def test_a_tokenizer_without_an_eos(make: Make) -> None:
     samples = record(trainer.rollout_worker)
     trainer.train()
     assert any(sample.input_ids[-1] == EOS for sample in samples)
+
+
+def test_somebody_elses_resume_within_an_optimizer_step_does_not_end_its_pause(make: Make) -> None:
+    trainer = make(count_a, max_steps=1)
+    engine = trainer.rollout_worker.attach(trainer)
+    trainer.create_optimizer()
+    step, held = trainer.optimizer.step, []
+
+    def within(*args: Any, **options: Any) -> Any:
+        for change in (engine.pause, engine.resume):
+            changing = threading.Thread(target=change)
+            changing.start()
+            changing.join()
+        held.append(engine.is_paused)
+        return step(*args, **options)
+
+    trainer.optimizer.step = within
+    trainer.train()
+    assert held == [True] and not engine.is_paused and not threads()
 
 
 @pytest.mark.parametrize("fails", [False, True])

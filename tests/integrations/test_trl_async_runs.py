@@ -201,8 +201,8 @@ def test_weights_that_a_failed_step_spoilt_leave_nothing_paused(make: Make) -> N
     trainer.create_optimizer()
     pause, late = engine.pause, []
 
-    def then_ask(mode: Any) -> None:
-        pause(mode)
+    def then_ask(mode: Any, **whose: Any) -> None:
+        pause(mode, **whose)
         if mode == "abort" and not late:
             asking = threading.Thread(target=lambda: late.append(engine.submit([3, 4])))
             asking.start()

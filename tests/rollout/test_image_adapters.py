@@ -99,6 +99,25 @@ def test_it_is_read_once_for_all_images(monkeypatch: pytest.MonkeyPatch) -> None
     assert read[0] == "default" and len(read) <= 2  # when they are queued, and never again
 
 
+def test_images_read_by_an_adapter_in_another_dtype_are_read_again() -> None:
+    """As they are once one in fp32 is loaded beside it, also for what was asked for before."""
+    model, wide = (adapted("llava", target_modules=OF_IMAGES) for _ in range(2))
+    prompt = make_prompt("llava", LAYOUTS[0])
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.bfloat16()
+    with RolloutEngine(model, config=CONFIG) as engine, RolloutEngine(model, config=CONFIG) as both:
+        both.load_adapter("wide", wide)
+        alone, beside = (each.generate_batch([prompt], GREEDY)[0] for each in (engine, both))
+        handle = engine.submit(prompt, GREEDY)  # the features are those of the call before
+        engine.load_adapter("wide", wide)
+        late = handle.result()
+        assert late.cached_tokens == 0
+        first, second, third = (torch.tensor(o.completions[0].logprobs) for o in (alone, beside, late))
+        torch.testing.assert_close(third, second, atol=1e-5, rtol=0)
+        assert (first - second).abs().max() > 1e-3
+
+
 def test_a_tower_in_4_bits(tmp_path: Any) -> None:
     pytest.importorskip("bitsandbytes")
     from transformers import AutoModelForImageTextToText, BitsAndBytesConfig

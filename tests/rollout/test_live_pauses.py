@@ -195,6 +195,35 @@ def test_a_pause_that_waits_has_nothing_under_way(monkeypatch: pytest.MonkeyPatc
         at_rest(engine)
 
 
+def test_each_owner_ends_its_own_pause() -> None:
+    """And until the last of them has resumed, nothing runs, and nothing looks at weights that another one may be changing."""
+    with build() as engine:
+        handle = engine.submit(PROMPTS[0], long())
+        next(iter(handle))
+        engine.pause(owner="step")
+        nudge(engine)
+        tokens = list(handle._requests[0].tokens)
+        engine.pause()
+        engine.pause()
+        for recompute in (False, True):  # the second has no pause to end
+            engine.resume(recompute=recompute)
+            assert engine.is_paused and engine.weight_version == 0
+            with beside(lambda: engine.wait([handle], timeout=0)):
+                pass
+            assert handle._requests[0].tokens == tokens and handle.status == "running"
+        for change in (engine.pause, engine.resume):
+            with pytest.raises(InvalidRequestError, match=r"owner=\[\]: unhashable type: 'list', give a name"):
+                change(owner=[])  # type: ignore[arg-type]
+        engine.resume(owner="somebody", recompute=True)
+        assert engine.is_paused and handle.status == "running"
+        with pytest.raises(EngineStateError, match="this thread has paused the engine"):
+            handle.result()
+        with beside(handle.result) as results:
+            engine.resume(owner="step")
+        assert not engine.is_paused and set(results[0].completions[0].weight_versions) == {0, 1}
+        at_rest(engine)
+
+
 def test_a_pause_that_waits_leaves_another_threads_pause_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     with build() as engine:
         handle = engine.submit(PROMPTS[0], long())
@@ -218,7 +247,7 @@ def test_a_pause_that_waits_for_another_that_ends_at_that_moment(monkeypatch: py
             over.wait(60)
 
         def ends_once_seen(loop: Loop) -> bool:
-            paused = loop._paused_by is not None
+            paused = bool(loop._pauses)
             loop.resume(recompute=False)
             return paused
 

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import oracle
 import peft
 import pytest
 import torch
@@ -343,3 +344,19 @@ def test_an_adapter_added_by_transformers() -> None:
     shake(model)
     with RolloutEngine(model, config=CONFIG) as engine:
         assert tokens(engine) == greedy_tokens(model) != tokens(engine, adapter=None)
+
+
+def test_trained_tokens_of_one_adapter_below_lora_of_another() -> None:
+    """Over a head that is tied to the embedding, one of them active or both."""
+    model = peft_model("qwen3", target_modules=["lm_head", "q_proj"])
+    model.add_adapter("other", lora(target_modules=["q_proj"], trainable_token_indices=[1, 5, 9, 7]))
+    model.set_adapter("default")  # which is active where the other has no tokens
+    shake(model, seed=2)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert_like_peft(engine, model, ["default", None, "other", "other"])
+        for names in (["default", "other"], ["other", "default"]):
+            model.base_model.set_adapter(names)
+            (scored,) = engine.score([PROMPTS[0]])
+            expected = oracle.logprobs(model, PROMPTS[0][:1], PROMPTS[0][1:]).float()
+            torch.testing.assert_close(scored.logprobs, expected, atol=1e-4, rtol=0)
+            assert tokens(engine) == greedy_tokens(model)

@@ -20,12 +20,15 @@ from adapted import (
     tokens,
     two_adapters,
 )
+from families import draw
 from peft import PeftModel
-from pretend_device import STATIC
+from pretend_device import STATIC, build
 
-from stoker.rollout import LIVE, RolloutEngine, UnsupportedModelError, binding
+from stoker.rollout import LIVE, RolloutEngine, SamplingParams, UnsupportedModelError, binding
 
 CHOICES = ["default", None, "other", "default"]
+ONE_BY_ONE: dict[str, Any] = {"decode_window": 1, "max_num_seqs": 2}
+LONG = draw(3, 23)  # five full blocks and some tokens
 
 
 def in_dtype(model: PeftModel, adapter: str, dtype: torch.dtype) -> None:
@@ -115,3 +118,104 @@ def test_deterministic_mode_refuses_a_second_dtype(monkeypatch: pytest.MonkeyPat
         ):
             engine.load_adapter("other", other)
         assert tokens(engine) == before and engine.adapters == ("default",)
+
+
+def _half_and_wide(family: str = "llama") -> tuple[PeftModel, PeftModel]:
+    """Models with an adapter in bf16, and with one in fp32, over the same base."""
+    half, wide = (peft_model(family, seed) for seed in (1, 2))
+    in_dtype(half, "default", torch.bfloat16)
+    return half, wide
+
+
+def _run(engine: RolloutEngine, adapter: str | None) -> tuple[int, list[float]]:
+    """How many tokens of a prompt were cached, and the log-probabilities of what follows."""
+    (output,) = engine.generate_batch([LONG], GREEDY, adapter=adapter)
+    return output.cached_tokens, output.completions[0].logprobs
+
+
+def _cached(engine: RolloutEngine, *adapters: str | None) -> list[int]:
+    return [_run(engine, adapter)[0] for adapter in adapters]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_prompt_computed_in_another_dtype_is_computed_again(family: str) -> None:
+    """Not that of the base, nor of an adapter that runs as before."""
+    model, wide = _half_and_wide(family)
+    third = copy.deepcopy(model)
+    with RolloutEngine(model, config=CONFIG) as engine, RolloutEngine(model, config=CONFIG) as both:
+        both.load_adapter("wide", wide)
+        alone, beside = _run(engine, "default"), _run(both, "default")
+        assert alone[0] == beside[0] == 0 and alone[1] != beside[1]
+        assert _cached(engine, "default", None) == [20, 0]
+        engine.load_adapter("wide", wide)  # its neighbour runs in fp32 from now on
+        assert _run(engine, "default") == beside
+        assert _cached(engine, "default", None, "wide") == [20, 20, 0]
+        engine.load_adapter("wide again", wide)  # which changes nothing for the others
+        assert _cached(engine, "default", None, "wide") == [20, 20, 20]
+        engine.unload_adapter("wide")
+        engine.unload_adapter("wide again")
+        engine.load_adapter("third", third)  # all of them are in bf16 now
+        assert _run(engine, "default") == alone
+        assert _cached(engine, "default", None) == [20, 20]
+        assert engine.weight_version == 0
+
+
+def test_requests_under_way_go_on_and_lend_nothing_of_the_other_dtype() -> None:
+    """What they have of it stays theirs, as at an update; the base's is lent as before."""
+    model, wide = _half_and_wide()
+    with RolloutEngine(model, config=replace(CONFIG, decode_window=1)) as engine:
+        handles = [
+            engine.submit(LONG, SamplingParams(max_tokens=12, seed=1), adapter=each) for each in ("default", None)
+        ]
+        for _ in range(4):
+            engine.wait(handles, share=0)
+        engine.load_adapter("wide", wide)
+        assert _cached(engine, "default", None) == [0, 20]
+        turns = [LONG + handle.result().completions[0].token_ids for handle in handles]
+        params = SamplingParams(max_tokens=1)
+        turned = engine.generate_batch([[*turn, 5] for turn in turns], params, adapter=["default", None])
+        assert [output.cached_tokens for output in turned] == [20, 32]  # the one's prompt again, the other's all
+        engine.core.scheduler.check()
+
+
+@pytest.mark.parametrize("how", ["", "preempted", "launched ahead"])
+def test_a_sample_that_begins_later_shares_nothing_of_the_other_dtype(how: str) -> None:
+    """With those of its group that began before, nor with what these leave behind."""
+    model, wide = _half_and_wide()
+    config = replace(CONFIG, **ONE_BY_ONE)
+    params = SamplingParams(n=3, max_tokens=12, seed=1)
+    with RolloutEngine(model, config=config) as both:
+        both.load_adapter("wide", wide)
+        expected = both.generate_batch([LONG], params, adapter="default")[0].completions[2]
+    ahead = how == "launched ahead"
+    with build(model, **ONE_BY_ONE) if ahead else RolloutEngine(model, config=config) as engine:
+        handle = engine.submit(LONG, params, adapter="default")
+        for _ in range(4):
+            engine.wait([handle], share=0)
+        assert [r.pending for r in engine.core.under_way] == [ahead, ahead, 0]
+        engine.load_adapter("wide", wide)
+        if how == "preempted":
+            engine.core.scheduler.preempt_all()
+        found = handle.result().completions[2]
+        assert found.token_ids == expected.token_ids
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+def test_scores_under_way_are_all_of_one_dtype() -> None:
+    model, wide = _half_and_wide()
+    sequences = [draw(seed, 40) for seed in range(4)]
+    with (
+        RolloutEngine(model, config=CONFIG) as other,
+        RolloutEngine(model, config=replace(CONFIG, max_num_batched_tokens=50)) as engine,
+    ):
+        other.load_adapter("wide", wide)
+
+        def load(row: int, _: object) -> None:
+            if row == 0:  # and the second is under way
+                assert [r.computed for r in engine.core.under_way] == [11, 0, 0]
+                engine.load_adapter("wide", wide)
+
+        found = engine.score(sequences, adapter="default", on_scored=load)
+        expected = other.score(sequences, adapter="default")
+        for mine, theirs in zip(found[1:], expected[1:], strict=True):
+            torch.testing.assert_close(mine.logprobs, theirs.logprobs, atol=1e-4, rtol=0)

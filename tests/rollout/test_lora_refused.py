@@ -101,6 +101,11 @@ def of_older_peft() -> PeftModel:
             lambda: peft_model("phi", target_modules=ONE, trainable_token_indices={"lm_head": [3]}),
             r"trains tokens of lm_head: .*modules_to_save",
         ),
+        # PEFT's own forward raises: it looks for a bias of what has the tokens.
+        (
+            lambda: peft_model("qwen3", target_modules=["lm_head"], trainable_token_indices=[3], use_dora=True),
+            r"has DoRA over lm_head and trains tokens of it, which PEFT does not run",
+        ),
     ],
 )
 def test_what_is_refused(make: Any, message: str) -> None:
@@ -189,6 +194,10 @@ def test_active_adapters_that_would_go_by_the_name_of_another() -> None:
         (
             lambda t, c: setattr(c, "trainable_token_indices", [1]) or t | {OF_EMBEDDING: torch.zeros(1, 47)},
             r"tokens that",
+        ),
+        (  # as it is written by hand: PEFT makes none
+            lambda t, c: setattr(c, "trainable_token_indices", [1]) or t | {OF_EMBEDDING: torch.zeros(1, 48)},
+            r"has LoRA over model.embed_tokens and trains tokens of it, which PEFT does not run: leave it out of one",
         ),
     ],
 )

@@ -51,6 +51,8 @@ VARIETIES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"trainable_token_indices": {"embed_tokens": [7, 3], "lm_head": [60]}}),
     ("qwen3", {"trainable_token_indices": [5, 3, 90], "use_dora": True}),
     ("qwen3", {"target_modules": ["v_proj"], "trainable_token_indices": {"lm_head": [5, 3]}}),  # of a tied head alone
+    # Of a tied head below LoRA: PEFT has both over one module only so.
+    ("qwen3", {"target_modules": ["lm_head", "q_proj"], "trainable_token_indices": [1, 5, 9, 7], "lora_bias": True}),
     ("mistral", {"modules_to_save": ["norm"], "target_modules": ["v_proj"]}),  # and whatever else ends so
     ("mistral", {"trainable_token_indices": {"tokens": [7, 3]}}),
     ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
