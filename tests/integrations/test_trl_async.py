@@ -338,3 +338,10 @@ def test_a_pause_of_somebody_else_outlives_optimizer_steps_and_the_run(make: Mak
     assert not threads() and engine.is_paused and not engine.core.has_work
     engine.resume()
     assert len(engine.generate_batch([[3, 4]])[0].completions[0].token_ids) > 0
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_what_is_sampled_follows_the_trainers_seed(make: Make, seed: int) -> None:
+    rollouts = AsyncRollouts(count_a)
+    engine = rollouts.attach(make(count_a, rollouts, seed=seed))
+    assert engine is not None and engine.config.seed == seed

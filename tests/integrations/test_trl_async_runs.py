@@ -106,13 +106,6 @@ def test_the_loop_has_every_setting_of_the_trainer_that_there_is_one_for(
     assert given["eos_token_ids"] == trainer.eos_token_ids and given["reward_funcs"] == [count_a]
 
 
-@pytest.mark.parametrize("seed", [3, 4])
-def test_what_is_sampled_follows_the_trainers_seed(make: Make, seed: int) -> None:
-    rollouts = AsyncRollouts(count_a)
-    engine = rollouts.attach(make(count_a, rollouts, seed=seed))
-    assert engine is not None and engine.config.seed == seed
-
-
 def test_a_completion_that_was_aborted_is_sampled_anew(make: Make) -> None:
     aborted: list[Any] = []
 
