@@ -9,6 +9,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import oracle
 import pytest
@@ -28,6 +29,7 @@ from adapted import (
 from families import make_model
 from peft import get_peft_model
 
+from stoker.engine.adapters.lora import LoraLayers
 from stoker.rollout import (
     EngineStateError,
     InvalidRequestError,
@@ -246,13 +248,18 @@ def test_loaded_while_the_weights_sleep(level: int, dtype: str) -> None:
             assert tokens(engine, adapter=name) == expected_tokens(of)
 
 
-def test_loaded_while_a_mirror_sleeps_in_which_no_adapter_lies() -> None:
-    """Magnitudes of one that has a slot are not made of weights which are not there."""
+def test_loaded_while_a_mirror_sleeps_in_which_no_adapter_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Magnitudes of one that has a slot are not made of weights which are not there; until they are made, all sleeps."""
     first, second = peft_model(use_dora=True), peft_model(seed=8, use_dora=True)
     with RolloutEngine(first, config=replace(CONFIG, dtype="bfloat16")) as engine:
         before, base = (engine.score(PROMPTS[:1], adapter=name)[0].logprobs for name in ("default", None))
         engine.sleep(level=2)
         engine.load_adapter("second", second)
+        with monkeypatch.context() as patch, pytest.raises(EngineStateError, match="no memory for the adapters"):
+            patch.setattr(LoraLayers, "prepare", Mock(side_effect=MemoryError))
+            engine.wake_up()
+        engine.wake_up(["kv_cache"])
+        assert engine.is_sleeping
         engine.wake_up()
         after, found = (engine.score(PROMPTS[:1], adapter=name)[0].logprobs for name in ("default", "second"))
     assert torch.equal(after, before)

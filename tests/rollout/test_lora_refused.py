@@ -296,9 +296,12 @@ def test_bad_choices() -> None:
         for call in (lambda a: tokens(engine, adapter=a), lambda a: engine.score(PROMPTS, adapter=a)):
             with pytest.raises(InvalidRequestError, match=r"3 adapters for 4 rows"):
                 call([None, LIVE, "default"])
-            for bad in ("no such", 3, ["default", None, LIVE, "no such"]):
+            for bad in ("no such", 3, {}, ["default", None, LIVE, "no such"]):
                 with pytest.raises(InvalidRequestError, match=r"not known: there are 'default'"):
                     call(bad)
+        for bad, why in (("default", r"is the live model's: delete"), ("no such", "is not known"), (["a"], "is not known")):
+            with pytest.raises(InvalidRequestError, match=why):
+                engine.unload_adapter(bad)
         assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
 
 
