@@ -104,9 +104,11 @@ def test_another_models_adapter_is_live_and_a_copy_is_not() -> None:
         engine.load_adapter("copy", (state_dict(other), other.peft_config["default"]))
         before = expected_tokens(other)
         assert tokens(engine, adapter="live") == tokens(engine, adapter="copy") == before
+        assert engine.weight_version == 0
         shake(other, seed=8)
         assert tokens(engine, adapter="live") == expected_tokens(other) != before
         assert tokens(engine, adapter="copy") == before
+        assert engine.weight_version == 1
         assert tokens(engine) == expected_tokens(other, None)
 
 

@@ -15,6 +15,7 @@ from adapted import (
     expected_tokens,
     lora,
     peft_model,
+    shake,
     state_dict,
     tokens,
     two_adapters,
@@ -318,6 +319,21 @@ def test_an_adapter_deleted_from_the_model_while_another_is_loaded() -> None:
         assert error is not None and "adapter 'other' was deleted" in str(error)
         engine.core.scheduler.check()
         assert engine.generate_batch([[5, 6]], SamplingParams(max_tokens=3), adapter="new")[0].error is None
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_an_adapter_that_the_model_gets_under_the_name_of_a_loaded_one(copied: bool) -> None:
+    model, other = peft_model(), peft_model(seed=7)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        engine.load_adapter("x", (state_dict(other), other.peft_config["default"]) if copied else other)
+        assert tokens(engine, adapter="x") == expected_tokens(other)
+        model.add_adapter("x", lora(r=2))
+        shake(model, seed=3)
+        for _ in range(2):
+            with pytest.raises(UnsupportedModelError, match=r"'x' is on the model, and was loaded too: unload_adapter"):
+                tokens(engine, adapter="x")
+        engine.unload_adapter("x")
+        assert tokens(engine, adapter="x") == expected_tokens(model, "x")
 
 
 def test_a_refused_load_keeps_the_adapter_of_that_name() -> None:
