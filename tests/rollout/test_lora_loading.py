@@ -116,8 +116,8 @@ def test_reloaded_under_the_same_name() -> None:
     """No prefix of the one before serves it, though the weight version is the same."""
     first, second = peft_model(seed=7), peft_model(seed=8)
     with RolloutEngine(make_model("llama"), config=CONFIG) as engine:
-        for model in (first, second, first):
-            engine.load_adapter("a", (state_dict(model), model.peft_config["default"]))
+        for model, copied in ((first, True), (second, True), (first, False), (second, True)):
+            engine.load_adapter("a", (state_dict(model), model.peft_config["default"]) if copied else model)
             assert tokens(engine, adapter="a") == expected_tokens(model)
             assert engine.stats().prefix_cache_hit_tokens == 0
         assert engine.weight_version == 0
@@ -177,6 +177,19 @@ def test_a_change_that_is_cut_off_in_the_middle_is_made_good(call: str, monkeypa
         else:
             with pytest.raises(InvalidRequestError, match="adapter='other' is not known"):
                 engine.submit(PROMPTS[0], GREEDY, adapter="other")
+
+
+def test_a_load_that_fails_at_its_end_has_changed_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (peft_model(seed=seed) for seed in (7, 8))
+    with RolloutEngine(make_model("llama"), config=CONFIG) as engine:
+        engine.load_adapter("a", (state_dict(first), first.peft_config["default"]))
+        for source in ((state_dict(second), second.peft_config["default"]), second):
+            for name in ("a", "b"):
+                with monkeypatch.context() as patch, pytest.raises(MemoryError):
+                    patch.setattr(LoraLayers, "know", Mock(side_effect=MemoryError))
+                    engine.load_adapter(name, source)
+            assert tokens(engine, adapter="a") == expected_tokens(first)
+            assert engine.adapters == ("a",)
 
 
 def test_load_and_unload_while_requests_run() -> None:
