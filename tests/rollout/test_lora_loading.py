@@ -192,6 +192,21 @@ def test_a_load_that_fails_at_its_end_has_changed_nothing(monkeypatch: pytest.Mo
             assert engine.adapters == ("a",)
 
 
+@pytest.mark.parametrize("copied", [True, False])
+def test_an_adapter_that_the_model_gets_under_the_name_of_a_loaded_one(copied: bool) -> None:
+    model, other = peft_model(), peft_model(seed=7)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        engine.load_adapter("x", (state_dict(other), other.peft_config["default"]) if copied else other)
+        assert tokens(engine, adapter="x") == expected_tokens(other)
+        model.add_adapter("x", lora(r=2))
+        shake(model, seed=3)
+        for _ in range(2):
+            with pytest.raises(UnsupportedModelError, match=r"'x' is on the model, and was loaded too: unload_adapter"):
+                tokens(engine, adapter="x")
+        engine.unload_adapter("x")
+        assert tokens(engine, adapter="x") == expected_tokens(model, "x")
+
+
 def test_load_and_unload_while_requests_run() -> None:
     model, other = peft_model(), peft_model(seed=8)
     tensors, config = state_dict(other), other.peft_config["default"]
