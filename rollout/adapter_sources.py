@@ -80,15 +80,12 @@ class AdapterSources:
             found |= {name: other.read() for name, other in self._others.items()}
             moved = self._take(shell, found)
         if announced:
-            self._changed = False
-        if announced and not any(shell.lora.derives(adapter) for adapter in found.values()):
-            self._numbers = None
+            self._changed, self._numbers = False, None
             return
         if isinstance(source, AliasedSource):  # which looks at the model's own
             found = {name: adapter for name, adapter in found.items() if name in self._others}
         known, self._numbers = self._numbers, numbers(found, source.device)
-        if not announced:
-            self._changed |= (before is not None and moved) or (known is not None and known != self._numbers)
+        self._changed |= (before is not None and moved) or (known is not None and known != self._numbers)
 
     def name_of(self, active: tuple[str, ...]) -> str | None:
         """The active adapters' name, joined by "+"; None for none. Raises ``UnsupportedModelError`` where another one has it."""

@@ -152,8 +152,7 @@ class Adapters:
             self._binding.load_adapter(name, source)
         except Exception as refused:  # whatever somebody's object, given as a source, may raise
             return refused
-        if name in self._known:
-            self._forget(name)
+        self._forget(name)
         self.refresh()
         return None
 

@@ -133,7 +133,7 @@ def _check_states(name: str, link: AdapterWeights, modules: Mapping[str, Any], f
             )
     for path, weight in link.bases.items():
         own_weight = _module(name, path, modules).weight
-        if own_weight.shape != weight.shape or not torch.equal(weight.to(own_weight), own_weight):
+        if not torch.equal(weight.to(own_weight), own_weight):
             raise UnsupportedModelError(
                 f"adapter {name!r} comes with other weights of {path} than the base has: save it with "
                 "save_embedding_layers=False, or name the module in modules_to_save"

@@ -34,7 +34,7 @@ class AdapterSlots:
             adapter = request.adapter
             if adapter is not None and adapter not in used:
                 if len(used) == self.count:
-                    closing = closing or next(a for a in self._turns if a in used)
+                    closing = closing or next(iter(self._turns))  # all of them are used
                     continue
                 self._begin_turn(adapter, used, waiting[-1].id)
                 used.add(adapter)

@@ -11,6 +11,7 @@ from adapted import (
     CONFIG,
     GREEDY,
     PROMPTS,
+    assert_kernels_find,
     assert_like_peft,
     expected_tokens,
     lora,
@@ -201,6 +202,11 @@ def test_a_live_adapter_that_is_copied_is_copied_anew(options: dict[str, Any]) -
             if change < 2:
                 engine.update_weights()
         assert_like_peft(engine, model, ["default", "other", None, "other"], others={"other": other})
+        for name, weights in engine._adapters.in_slots.items():  # which a device reads nowhere else
+            slot = engine._adapters._known[name].slot
+            assert_kernels_find(engine, slot, weights.matrices())
+            at = {t.untyped_storage().data_ptr() for t in weights.tensors()}
+            assert at == {engine._adapters._slabs[slot]._memory.data_ptr()}
     assert all(torch.equal(t, before[name]) or "q_proj" in name for name, t in other.state_dict().items())
 
 

@@ -22,7 +22,7 @@ from trl_setup import PROMPTS as TEXTS
 
 from stoker.engine.layers import fused_layers
 from stoker.integrations.ppo import gae, kl_penalty, masked_mean, token_rewards, whiten
-from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError, shell_builder
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
@@ -143,6 +143,14 @@ def test_modules_that_are_read_or_keep_a_state_cannot_be_saved(family: str, save
             engine.load_adapter("other", model)
         assert engine.adapters == ()
         assert tokens(engine) == greedy_tokens(plain)
+
+
+@pytest.mark.parametrize(("family", "saved"), [("qwen3_5", "conv1d"), ("lfm2", "conv.conv"), ("falcon_h1", "layers.0")])
+def test_nor_where_no_layer_is_fused(family: str, saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell_builder, "fuse_layers", lambda *_: (0, False))
+    model = peft_model(family, target_modules=["q_proj"], modules_to_save=[saved])
+    with pytest.raises(UnsupportedModelError, match=r"saves model\.layers\.0.*not run as a module of its own"):
+        RolloutEngine(model, config=OPEN)
 
 
 def test_the_bias_of_a_convolution_comes_with_the_base_and_with_no_other_adapter() -> None:

@@ -77,6 +77,7 @@ def test_like_peft(family: str, options: dict[str, Any]) -> None:
 
 def test_layers_that_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell_builder, "fuse_layers", lambda *_: (0, False))
+    monkeypatch.setattr("stoker.engine.adapters.lora._NORM_COLUMNS", 24)  # as where weights are wide
     for family, targets in (("llama", "all-linear"), ("gpt2", ["c_attn", "c_fc", "c_proj"])):
         model = peft_model(family, target_modules=targets, use_dora=True)
         with RolloutEngine(model, config=CONFIG) as engine:

@@ -95,6 +95,18 @@ def test_one_that_comes_in_another_dtype(how: str, options: dict[str, Any]) -> N
             assert_kernels_find(engine, engine._adapters._known["default"].slot, matrices)
 
 
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}])
+def test_what_kernels_read_as_fp32_is_in_fp32(options: dict[str, Any]) -> None:
+    model = peft_model("qwen2", target_modules=["q_proj", "o_proj"], **options).bfloat16()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        tokens(engine)
+        tables = {t for group, _ in engine._binding.shell.lora._adapted.values() for t in group.tables}
+        weights = [w for table in tables for by_slot in table.weights for w in by_slot.values()]
+        assert {w.a.dtype for w in weights if w.rank} == {torch.bfloat16}
+        found = [t for w in weights for t in (w.gain, w.shift) if t is not None]
+        assert found and all(t.dtype == torch.float32 and t.dim() == 1 for t in found)
+
+
 def test_a_load_that_is_refused_leaves_all_as_they_were() -> None:
     model, other = of_two_dtypes(), peft_model("qwen3")
     in_dtype(other, "default", torch.float64)

@@ -9,6 +9,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import oracle
 import pytest
@@ -28,6 +29,7 @@ from adapted import (
 from families import make_model
 from peft import get_peft_model
 
+from stoker.engine.adapters.lora import LoraLayers
 from stoker.rollout import (
     EngineStateError,
     InvalidRequestError,
@@ -102,9 +104,11 @@ def test_another_models_adapter_is_live_and_a_copy_is_not() -> None:
         engine.load_adapter("copy", (state_dict(other), other.peft_config["default"]))
         before = expected_tokens(other)
         assert tokens(engine, adapter="live") == tokens(engine, adapter="copy") == before
+        assert engine.weight_version == 0
         shake(other, seed=8)
         assert tokens(engine, adapter="live") == expected_tokens(other) != before
         assert tokens(engine, adapter="copy") == before
+        assert engine.weight_version == 1
         assert tokens(engine) == expected_tokens(other, None)
 
 
@@ -112,8 +116,8 @@ def test_reloaded_under_the_same_name() -> None:
     """No prefix of the one before serves it, though the weight version is the same."""
     first, second = peft_model(seed=7), peft_model(seed=8)
     with RolloutEngine(make_model("llama"), config=CONFIG) as engine:
-        for model in (first, second, first):
-            engine.load_adapter("a", (state_dict(model), model.peft_config["default"]))
+        for model, copied in ((first, True), (second, True), (first, False), (second, True)):
+            engine.load_adapter("a", (state_dict(model), model.peft_config["default"]) if copied else model)
             assert tokens(engine, adapter="a") == expected_tokens(model)
             assert engine.stats().prefix_cache_hit_tokens == 0
         assert engine.weight_version == 0
@@ -173,6 +177,34 @@ def test_a_change_that_is_cut_off_in_the_middle_is_made_good(call: str, monkeypa
         else:
             with pytest.raises(InvalidRequestError, match="adapter='other' is not known"):
                 engine.submit(PROMPTS[0], GREEDY, adapter="other")
+
+
+def test_a_load_that_fails_at_its_end_has_changed_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (peft_model(seed=seed) for seed in (7, 8))
+    with RolloutEngine(make_model("llama"), config=CONFIG) as engine:
+        engine.load_adapter("a", (state_dict(first), first.peft_config["default"]))
+        for source in ((state_dict(second), second.peft_config["default"]), second):
+            for name in ("a", "b"):
+                with monkeypatch.context() as patch, pytest.raises(MemoryError):
+                    patch.setattr(LoraLayers, "know", Mock(side_effect=MemoryError))
+                    engine.load_adapter(name, source)
+            assert tokens(engine, adapter="a") == expected_tokens(first)
+            assert engine.adapters == ("a",)
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_an_adapter_that_the_model_gets_under_the_name_of_a_loaded_one(copied: bool) -> None:
+    model, other = peft_model(), peft_model(seed=7)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        engine.load_adapter("x", (state_dict(other), other.peft_config["default"]) if copied else other)
+        assert tokens(engine, adapter="x") == expected_tokens(other)
+        model.add_adapter("x", lora(r=2))
+        shake(model, seed=3)
+        for _ in range(2):
+            with pytest.raises(UnsupportedModelError, match=r"'x' is on the model, and was loaded too: unload_adapter"):
+                tokens(engine, adapter="x")
+        engine.unload_adapter("x")
+        assert tokens(engine, adapter="x") == expected_tokens(model, "x")
 
 
 def test_load_and_unload_while_requests_run() -> None:
@@ -246,13 +278,18 @@ def test_loaded_while_the_weights_sleep(level: int, dtype: str) -> None:
             assert tokens(engine, adapter=name) == expected_tokens(of)
 
 
-def test_loaded_while_a_mirror_sleeps_in_which_no_adapter_lies() -> None:
-    """Magnitudes of one that has a slot are not made of weights which are not there."""
+def test_loaded_while_a_mirror_sleeps_in_which_no_adapter_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Magnitudes of one that has a slot are not made of weights which are not there; until they are made, all sleeps."""
     first, second = peft_model(use_dora=True), peft_model(seed=8, use_dora=True)
     with RolloutEngine(first, config=replace(CONFIG, dtype="bfloat16")) as engine:
         before, base = (engine.score(PROMPTS[:1], adapter=name)[0].logprobs for name in ("default", None))
         engine.sleep(level=2)
         engine.load_adapter("second", second)
+        with monkeypatch.context() as patch, pytest.raises(EngineStateError, match="no memory for the adapters"):
+            patch.setattr(LoraLayers, "prepare", Mock(side_effect=MemoryError))
+            engine.wake_up()
+        engine.wake_up(["kv_cache"])
+        assert engine.is_sleeping
         engine.wake_up()
         after, found = (engine.score(PROMPTS[:1], adapter=name)[0].logprobs for name in ("default", "second"))
     assert torch.equal(after, before)

@@ -163,6 +163,7 @@ def test_active_adapters_that_would_go_by_the_name_of_another() -> None:
             r"other weights of model.embed_tokens",
         ),
         (lambda t, c: t | {f"{EMBEDDING}.lora_embedding_A": torch.zeros(4, 127)}, r"A \(4, 127\).*for another base"),
+        (lambda t, c: t | {f"{Q_PROJ}.lora_B.weight": torch.zeros(63, 4)}, r"B \(63, 4\).*for another base"),
         (
             lambda t, c: t | {f"{Q_PROJ}.lora_B.bias": torch.zeros(3)},
             r"has 3 biases of B for .*q_proj's 64 rows: it is for another base",
@@ -181,6 +182,7 @@ def test_active_adapters_that_would_go_by_the_name_of_another() -> None:
             lambda t, c: setattr(c, "modules_to_save", ["head"]) or t | {f"{HEAD}.scale": torch.zeros(130)},
             r"saves lm_head with \['scale'\] of another shape than the base",
         ),
+        (lambda t, c: setattr(c, "modules_to_save", ["x"]) or t | {"x.weight": torch.zeros(3)}, r"saves x, which"),
         (lambda t, c: setattr(c, "use_bdlora", True) or t, r"uses use_bdlora"),
         (
             lambda t, c: t | {TOKENS: torch.zeros(2, 48)},
@@ -305,9 +307,16 @@ def test_bad_choices() -> None:
         for call in (lambda a: tokens(engine, adapter=a), lambda a: engine.score(PROMPTS, adapter=a)):
             with pytest.raises(InvalidRequestError, match=r"3 adapters for 4 rows"):
                 call([None, LIVE, "default"])
-            for bad in ("no such", 3, ["default", None, LIVE, "no such"]):
+            for bad in ("no such", 3, {}, ["default", None, LIVE, "no such"]):
                 with pytest.raises(InvalidRequestError, match=r"not known: there are 'default'"):
                     call(bad)
+        for bad, why in (
+            ("default", r"is the live model's: delete"),
+            ("no such", "is not known"),
+            (["a"], "is not known"),
+        ):
+            with pytest.raises(InvalidRequestError, match=why):
+                engine.unload_adapter(bad)
         assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
 
 

@@ -115,14 +115,22 @@ def test_what_slots_hold_copies_of_is_compared(options: dict[str, Any], monkeypa
     for module in (adapters, adapter_sources):
         monkeypatch.setattr(module, "lies_on", lambda adapter, device: False)
     model, other = peft_model(**options), peft_model(seed=7, **options)
+    model.add_adapter("second", lora(**options))
+    trained = [
+        {n.removeprefix("base_model.model.") for n, _ in of.named_parameters() if "lora_" in n or "to_save" in n}
+        for of in (model, other)
+    ]
     with RolloutEngine(model, config=CONFIG) as engine:
         engine.load_adapter("theirs", other)
-        for adapter in ("default", "theirs"):
+        for adapter in ("default", "second", "theirs"):
             tokens(engine, adapter=adapter)
-        assert engine.verify_weights().ok
-        for prefix, of in (("", model), ("theirs: ", other)):
+        report = engine.verify_weights()
+        assert report.ok and report.checked == engine._binding.source.mismatches([])[0] + sum(map(len, trained))
+        for prefix, of, names in zip(("", "theirs: "), (model, other), trained, strict=True):
             shake(of, seed=9)
-            trained = {n.removeprefix("base_model.model.") for n, p in of.named_parameters() if p.requires_grad}
-            assert set(engine.verify_weights().mismatched) == {prefix + name for name in trained}
+            assert set(engine.verify_weights().mismatched) == {prefix + name for name in names}
             engine.update_weights()
             assert engine.verify_weights().ok
+        tokens(engine)
+        model.add_adapter("third", lora(**options))  # which no slot can have yet
+        assert engine.verify_weights().ok
