@@ -80,7 +80,7 @@ def measure(name: str, device: str, batch: int, context: int, steps: int, adapte
     model: Any
     by_row: list[str] | None = None
     if adapters:
-        from stoker.benchmarks import lora
+        from stoker.benchmarks import lora  # needs peft
 
         model = lora.build(spec, device, adapters)
         by_row = [str(row % adapters) for row in range(batch)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -110,6 +111,7 @@ def hold_shards(
     with RolloutEngine(model, config=config) as engine:
         seconds, extra, moved = [], 0, 0
         for repeat in range(-2, repeats):  # what is made once, then memory, then time
+            gc.collect()  # before, as in ``weight_updates.race``
             train(model)
             dist.barrier()
             peak = Peak(device)

@@ -232,11 +232,6 @@ class RolloutEngine:
         """Whether ``pause`` was called, by any thread for any owner, and ``resume`` not yet."""
         return self._loop.is_paused
 
-    @property
-    def is_paused_elsewhere(self) -> bool:
-        """Whether another thread has paused the engine, so that a ``resume`` is that thread's to call."""
-        return self._loop.is_paused_elsewhere
-
     # -- weights -------------------------------------------------------------------------------------------------
 
     @torch.inference_mode(False)

@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,17 +33,22 @@ def files(tmp_path: Path) -> tuple[str, str]:
     return make_files(tmp_path)
 
 
+def killed_by(run: Callable[[int, list[str]], None], when: int, arguments: list[str], target: Path) -> bytes:
+    """What a command that was killed in another process has left in its output."""
+    process = ranks.context().Process(target=run, args=(when, arguments))
+    process.start()
+    process.join(300)
+    assert process.exitcode == -signal.SIGKILL
+    return target.read_bytes()
+
+
 def test_a_killed_run_goes_on_where_it_stopped(folder: str, tmp_path: Path) -> None:
     source = write(tmp_path / "in", [{"token_ids": [3 + i % 8, 4]} for i in range(24)])
     flags = ["--max-tokens", "12", "--ignore-eos", "--max-num-seqs", "2", "--n", "2"]
     whole, target = tmp_path / "whole", tmp_path / "out"
     assert main(["generate", folder, source, str(whole), *flags]) == 0
 
-    process = ranks.context().Process(target=killed_after, args=(7, ["generate", folder, source, str(target), *flags]))
-    process.start()
-    process.join(300)
-    assert process.exitcode == -signal.SIGKILL
-    killed = target.read_bytes()
+    killed = killed_by(killed_after, 7, ["generate", folder, source, str(target), *flags], target)
     assert killed.count(b"\n") == 7
     target.write_bytes(killed + b'{"token_ids": [')  # as a kill in the middle of a line leaves it
     assert main(["generate", folder, source, str(target), *flags]) == 0
@@ -56,11 +62,7 @@ def test_a_killed_run_keeps_each_line_that_was_scored(folder: str, tmp_path: Pat
     whole, target = tmp_path / "whole", tmp_path / "out"
     assert main(["score", folder, source, str(whole), *flags]) == 0
 
-    process = ranks.context().Process(target=killed_at_step, args=(3, ["score", folder, source, str(target), *flags]))
-    process.start()
-    process.join(300)
-    assert process.exitcode == -signal.SIGKILL
-    killed = target.read_bytes()
+    killed = killed_by(killed_at_step, 3, ["score", folder, source, str(target), *flags], target)
     assert killed and whole.read_bytes().startswith(killed) and killed.count(b"\n") == 16
     assert main(["score", folder, source, str(target), *flags]) == 0
     assert target.read_bytes() == whole.read_bytes()
