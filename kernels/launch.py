@@ -9,18 +9,24 @@ Three rules make every kernel see all that was written before it:
 
 - Each program calls ``await_turn`` before it writes to device memory, or reads what the kernel before may write.
 - No program of the next kernel starts before all programs of this one have called it.
-- A kernel ends only after its own wait, so waiting for the kernel before is waiting for all earlier ones too.
+- A kernel ends only after its own wait, so waiting for the kernel before is waiting for all earlier ones too. Programs that have
+  nothing to do may end at once, as long as one waits.
 
 So when a kernel starts, all but the one before it have ended, and what those wrote may be read before the wait. This is
-done by shrinks and expands of adapters (``lora_shrink``, ``lora_expand``), products with adapters inside
+done by shrinks and expands of adapters (``lora_shrink``, ``lora_expand``, ``lora_ahead``), products that these run ahead of
 (``linear_streamed``), attention for its first keys (``attention_decode``), rotary embedding for a step's angles and slots
 (``norm_rotary``, ``latent_attention``), and a decode step's recurrences for the states that the step before left
 (``recurrent``). Weights may be read at any time.
+
+Two kernels let the next one come up before they wait themselves (``let_next_up``, and then ``await_end``), each of them known to
+the one after it: a shrink beside a product, and an expand ahead of one. That one starts while both before it may still run, and
+before its wait it reads nothing that either of them writes.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import Any
 
@@ -51,6 +57,24 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 228 * 1024
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+
+
+@cache
+def load_one_at_a_time() -> None:
+    """Let kernels be compiled by several threads at a time, which then load them one after the other.
+
+    Triton before 3.7 loads a launcher for each signature, all of them modules of one name, which Python keeps as one: a thread
+    that looks for its launcher in there while another one loads its own gets that (seen: a call with the arguments of another
+    kernel).
+    """
+    driver: Any = triton.runtime.driver.active
+    load, lock = driver.launcher_cls, threading.Lock()
+
+    def alone(*what: Any) -> Any:
+        with lock:
+            return load(*what)
+
+    driver.launcher_cls = alone
 
 
 @cache
@@ -106,6 +130,20 @@ def await_turn(DEPENDENT: tl.constexpr):
     if DEPENDENT:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def let_next_up(DEPENDENT: tl.constexpr):
+    """Let the kernel after come up, while those before may still run."""
+    if DEPENDENT:
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def await_end(DEPENDENT: tl.constexpr):
+    """Wait for the kernel before to end; the one after was let up before."""
+    if DEPENDENT:
+        cuda.gdc_wait()
 
 
 @triton.jit

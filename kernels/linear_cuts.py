@@ -97,15 +97,9 @@ def fetched_ahead(column_bytes: int, rooms: int, depth: int) -> int:
     return min(1 << (columns.bit_length() - 1), int(triton.next_power_of_2(depth)))
 
 
-def warps(block_m: int, weight_rows: int, inside: bool) -> int:
-    """Warps of a program. Twice as many where a thread would have more than 64 sums and also holds parts of adapters' B."""
-    return 8 if inside and block_m * weight_rows > 64 * 128 else 4
-
-
-def has_room_inside(tokens: int, cut: Cut, gated: bool, columns: int, itemsize: int, shared: int) -> bool:
-    """Whether a multiprocessor's shared memory has room for what a program adds of adapters, in ``columns`` columns."""
-    added = triton.next_power_of_2(triton.cdiv(columns, cut.splits))
-    return bool((_block_m(tokens) + (1 + gated) * cut.rows) * added * itemsize <= shared - 2048)
+def warps(block_m: int, weight_rows: int, added: bool) -> int:
+    """Warps of a program. Twice as many where a thread would have more than 64 sums, and then adds to these what adapters add."""
+    return 8 if added and block_m * weight_rows > 64 * 128 else 4
 
 
 class Settings(NamedTuple):

@@ -21,11 +21,11 @@ from torch import Tensor
 from stoker.kernels import launch
 from stoker.kernels.linear import FEWEST_FOR_TORCH, MOST_SKINNY, skinny
 from stoker.kernels.linear import linear as by_torch
-from stoker.kernels.linear_cuts import MOST_ROWS, Cut, cuts_to_try, has_room_inside
+from stoker.kernels.linear_cuts import MOST_ROWS, Cut, cuts_to_try
 from stoker.kernels.linear_invariant import linear as in_tiles
 from stoker.kernels.linear_streamed import describable, streamed
-from stoker.kernels.lora import MOST_ARRIVALS, SHRINK_SHARED, inside, lora, padded_rank
-from stoker.kernels.lora_inside import columns_inside
+from stoker.kernels.lora import AHEAD_SHARED, SHRINK_SHARED, ahead, lora
+from stoker.kernels.lora_ahead import goes_ahead
 from stoker.kernels.norm_rotary import rms_norm
 from stoker.kernels.reference.fp8 import FP8
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
@@ -108,7 +108,7 @@ class MeasuredLinear:
     ) -> Tensor:
         """The projection and then ``lora``, in the fastest way that was measured.
 
-        Adapters run after the projection, or their shrink runs beside a streamed product, or all of them inside one.
+        Adapters run after the projection, or their shrink runs beside a streamed product, or all of them ahead of one.
         """
         given = _Adapted(x, weight, bias, table, rows, gated, {"residual": residual, "row_scales": row_scales})
         way: Callable[[_Adapted], Tensor] = partial(self._after, in_place=in_place)
@@ -121,20 +121,24 @@ class MeasuredLinear:
         return lora(given.x, out, given.table, given.rows, given.gated, settled=True)
 
     def _beside(self, cut: Cut, given: _Adapted) -> Tensor:
-        out = self._streamed(cut, given.x, given.weight, given.bias, gated=None, **given.options)
+        out = self._streamed(cut, SHRINK_SHARED, given, gated=None, **given.options)
         return lora(given.x, out, given.table, given.rows, given.gated, settled=True)
 
-    def _inside(self, cut: Cut, columns: int, given: _Adapted) -> Tensor:
-        x, weight, bias, table, rows, gated, options = given
-        if not describable(x):
-            x = x.clone(memory_format=torch.contiguous_format)
-        adapters = inside(x, table, rows, columns, self._arrived_on(x.device)[1])
-        return self._streamed(cut, x, weight, bias, gated=gated, inside=adapters, **options)
+    def _ahead(self, cut: Cut, room: int, given: _Adapted) -> Tensor:
+        if not describable(given.x):
+            given = given._replace(x=given.x.clone(memory_format=torch.contiguous_format))
+        added = ahead(given.x, given.options["residual"], given.table, given.rows)
+        return self._streamed(cut, room, given, gated=given.gated, added=added, **given.options | {"residual": None})
 
-    def _streamed(self, cut: Cut, x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
-        """A streamed product that leaves room for a shrink."""
-        settings: dict[str, Any] = {"norm": None, "scale": 1.0, "beside": SHRINK_SHARED}
-        return streamed(x, weight, bias, cut=cut, arrived=self._arrived_on(x.device)[0], **settings, **options)
+    def _streamed(self, cut: Cut, room: int, given: _Adapted, **options: Any) -> Tensor:
+        """A streamed product that leaves so many bytes of a multiprocessor's shared memory to adapters."""
+        settings: dict[str, Any] = {
+            "norm": None,
+            "scale": 1.0,
+            "beside": room,
+            "arrived": self._arrived_on(given.x.device),
+        }
+        return streamed(given.x, given.weight, given.bias, cut=cut, **settings, **options)
 
     @staticmethod
     def _has_ways(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
@@ -184,7 +188,7 @@ class MeasuredLinear:
         return found, _Found(ways[best], in_order)
 
     def _fastest_with_adapters(self, given: _Adapted) -> Callable[[_Adapted], Tensor] | None:
-        """A streamed product with the shrink beside it, or with all adapters inside; None where adapters after it are faster.
+        """A streamed product with the shrink beside it, or with all adapters ahead; None where adapters after it are faster.
 
         Measured with the adapters that there are, each for as many rows.
         """
@@ -217,18 +221,16 @@ class MeasuredLinear:
         """The ways that stream the weight, by name."""
         x, weight, bias, table, _, gated, options = given
         ways: dict[str, Callable[[_Adapted], Tensor]] = {}
-        cuts = self._fastest(x, weight, bias, {"norm": None, "gated": None, "scale": 1.0, **options}).cuts[:1]
+        cuts = self._fastest(x, weight, bias, {"norm": None, "gated": None, "scale": 1.0, **options}).cuts
         if cuts:
             ways["beside"] = partial(self._beside, cuts[0])
-        if options["row_scales"] is not None:  # inside, these would scale the adapters' part, too
-            return ways
         if gated is not None:  # the fastest cut of a gated product is not known
             cuts = list(self._cuts(x, weight, True).values())
-        shared = launch.shared_memory(x.device)
-        for cut in cuts:
-            columns = columns_inside(table, padded_rank(table), cut.rows, x.dtype)
-            if columns and has_room_inside(x.shape[0], cut, gated is not None, columns, x.itemsize, shared):
-                ways[f"inside, {cut.rows} rows"] = partial(self._inside, cut, columns)
+        if goes_ahead(table, x.dtype):
+            for cut in cuts[:2]:
+                for room in AHEAD_SHARED:
+                    name = f"ahead, {cut.rows} rows in {cut.splits} splits, {room // 1024} KiB left"
+                    ways[name] = partial(self._ahead, cut, room)
         return ways
 
     def _cuts(self, x: Tensor, weight: Tensor, gated: bool) -> dict[str, Cut]:
@@ -243,7 +245,7 @@ class MeasuredLinear:
         """The ways to multiply other than torch's, by name."""
         if x.shape[0] > MOST_ROWS:
             return {"in tiles": in_tiles}
-        arrived, _ = self._arrived_on(x.device)
+        arrived = self._arrived_on(x.device)
         others: dict[str, Callable[..., Tensor]] = {
             name: partial(streamed, cut=cut, arrived=arrived) for name, cut in cuts.items()
         }
@@ -251,16 +253,14 @@ class MeasuredLinear:
             others["skinny"] = skinny
         return others
 
-    def _arrived_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Zeros that splits are counted by: of a product, and of a shrink.
+    def _arrived_on(self, device: torch.device) -> Tensor:
+        """Zeros that splits of a product are counted by.
 
         Only products of several splits count, and these have fewer tiles than there are multiprocessors.
         """
         if device not in self._arrived:
-            processors = launch.multiprocessors(device)
-            self._arrived[device] = torch.zeros(processors + MOST_ARRIVALS, dtype=torch.int32, device=device)
-        counts = self._arrived[device]
-        return counts[:-MOST_ARRIVALS], counts[-MOST_ARRIVALS:]
+            self._arrived[device] = torch.zeros(launch.multiprocessors(device), dtype=torch.int32, device=device)
+        return self._arrived[device]
 
 
 def by_time(
@@ -296,6 +296,8 @@ def run_at_once(calls: Sequence[Callable[[], object]], device: torch.device) -> 
     """
     inference = torch.is_inference_mode_enabled()
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    if stream is not None:
+        launch.load_one_at_a_time()
 
     def run(call: Callable[[], object]) -> None:
         on_it = torch.cuda.stream(stream) if stream is not None else nullcontext()

@@ -8,8 +8,8 @@ split among several (split-K). A split costs time, as programs wait for the slow
 are no more than needed. Each program leaves its sum in memory (in fact in L2), and the last to arrive adds them up in
 order, so the result does not depend on which one was last (the order is that of Osama et al., "Stream-K", 2023).
 
-With adapters inside (``lora_inside``) the kernel before is their shrink of x, and the weight is read while that runs: x was
-there before. The product waits for its turn before it reads what the shrink gives, and before it writes.
+Where adapters run ahead of it (``lora_ahead``), the weight is read while they do: x was there before. The product waits for its
+turn when it has its sums, to which it adds theirs.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -26,17 +26,7 @@ from stoker.kernels.fp8 import as_dtype
 from stoker.kernels.launch import await_turn, fetch_ahead, fetch_part_ahead
 from stoker.kernels.linear import plus_product, store_rows, with_scales_and_bias
 from stoker.kernels.linear_cuts import FEW, MOST_ROWS, Cut, settings_of, warps
-from stoker.kernels.lora_inside import (
-    Inside,
-    b_in_columns,
-    first_tiles,
-    linear_of_tile,
-    plus_adapters,
-    settings_inside,
-    slots_in_columns,
-)
 from stoker.kernels.norm_rotary import act_times, rms_norm
-from stoker.kernels.reference.lora import POINTER_FIELDS
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
 
@@ -61,7 +51,7 @@ def _fetch_scales_and_bias(
             fetch_part_ahead(row_scales_ptr, part * width + first, size, COLUMNS, DEPENDENT)
 
 
-@triton.jit(do_not_specialize=["tokens", "second", "third", "fourth"])
+@triton.jit(do_not_specialize=["tokens"])
 def _streamed_kernel(
     x,
     weight,
@@ -72,10 +62,6 @@ def _streamed_kernel(
     row_scales_ptr,
     partial_ptr,
     arrived_ptr,
-    hidden,
-    hidden_ptr,
-    slots_ptr,
-    pointers_ptr,
     x_stride,
     weight_stride,
     residual_stride,
@@ -83,10 +69,6 @@ def _streamed_kernel(
     width,
     depth,
     split_depth,
-    entries,
-    second,
-    third,
-    fourth,
     scale,
     COPIED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -100,12 +82,7 @@ def _streamed_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr,
-    FIELDS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    LINEARS: tl.constexpr,
-    RANK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ADDED: tl.constexpr,
+    LATE: tl.constexpr,
 ):
     """One split of ``BLOCK_N`` columns of the outputs, for all tokens. x, weight: [T, D] and [N, D], with COPIED descriptors
     of these, by which the chip copies tiles; else threads ask for them, 16 bytes at a time.
@@ -113,8 +90,7 @@ def _streamed_kernel(
     AHEAD: how much of the split's depth is on its way to L2 before the kernel's turn comes.
     partial: fp32 [tile, split, M * N], where each of several splits leaves its sums.
     arrived: int32, how many splits of a tile are there; 0 before and after.
-    hidden, slots, pointers: of ``Inside`` and its table, if a split adds ADDED columns of that; second, third, fourth: the
-    first tiles of linears after the first.
+    LATE: it waits for its turn when it has its sums. The residual is then ``lora.ahead``'s, if GATED for gate and up.
     """
     full_width = width if GATED is None else 2 * width
     if not COPIED:
@@ -128,15 +104,7 @@ def _streamed_kernel(
     its_rows = first + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, BLOCK_M)
     _fetch_scales_and_bias(first, width, bias_ptr, row_scales_ptr, BIAS, SCALED, GATED, BLOCK_N, DEPENDENT)
-    if ADDED:
-        column = split * ADDED
-        linear, its_columns = linear_of_tile(tile, second, third, fourth, BLOCK_N)
-        table_ptr = pointers_ptr + linear * entries * FIELDS
-        ranks, addresses = slots_in_columns(column, table_ptr, entries, FIELDS, RANK, ADDED)
-        if GATED is not None:
-            up_table_ptr = table_ptr + entries * FIELDS
-            up_ranks, up_addresses = slots_in_columns(column, up_table_ptr, entries, FIELDS, RANK, ADDED)
-    else:
+    if not LATE:
         fetch_ahead(weight_ptr + begin, its_rows, weight_stride, full_width, depth - begin, AHEAD, DEPENDENT)
         if GATED is not None:
             fetch_ahead(
@@ -150,23 +118,8 @@ def _streamed_kernel(
         total = plus_product(total, some, as_dtype(weight.load([first, at]), some.dtype), LEFT)
         if GATED is not None:
             up = plus_product(up, some, as_dtype(weight.load([width + first, at]), some.dtype), LEFT)
-    if ADDED:
-        if not COPIED:
-            hidden = tl.make_tensor_descriptor(hidden_ptr, [LINEARS * tokens, COLUMNS], [COLUMNS, 1], [BLOCK_M, ADDED])
-        dtype = hidden_ptr.dtype.element_ty
-        b = b_in_columns(column, its_columns, ranks, addresses, entries, DTYPE, RANK, ADDED).to(dtype)
-        if GATED is not None:
-            up_b = b_in_columns(column, its_columns, up_ranks, up_addresses, entries, DTYPE, RANK, ADDED).to(dtype)
+    if LATE:
         await_turn(DEPENDENT)
-        total = plus_adapters(
-            total, b, hidden.load([linear * tokens, column]), rows, linear, column, its_columns, tokens, table_ptr, entries,
-            slots_ptr, hidden_ptr, FIELDS, DTYPE, RANK, COLUMNS, ADDED, LEFT,
-        )  # fmt: skip
-        if GATED is not None:
-            up = plus_adapters(
-                up, up_b, hidden.load([tokens, column]), rows, 1, column, its_columns, tokens, up_table_ptr, entries,
-                slots_ptr, hidden_ptr, FIELDS, DTYPE, RANK, COLUMNS, ADDED, LEFT,
-            )  # fmt: skip
     if LEFT:
         total = tl.trans(total)
         up = tl.trans(up)
@@ -191,6 +144,11 @@ def _streamed_kernel(
         total = with_scales_and_bias(total, columns, real, bias_ptr, row_scales_ptr, BIAS, SCALED)
         if GATED is not None:
             up = with_scales_and_bias(up, width + columns, real, bias_ptr, row_scales_ptr, BIAS, SCALED)
+        if LATE and GATED is not None:
+            added_ptr = residual_ptr + rows[:, None] * residual_stride + columns[None, :]
+            known = (rows < tokens)[:, None] & real[None, :]
+            total += tl.load(added_ptr, mask=known, other=0.0).to(tl.float32)
+            up += tl.load(added_ptr + width, mask=known, other=0.0).to(tl.float32)
         if GATED is not None:
             total = act_times(total, up, out_ptr.dtype.element_ty, GATED)
         store_rows(total, rows, tokens, columns, width, residual_ptr, residual_stride, scale, out_ptr, RESIDUAL)
@@ -215,15 +173,16 @@ def streamed(
     arrived: Tensor,
     row_scales: Tensor | None = None,
     beside: int = 0,
-    inside: Inside | None = None,
+    added: Tensor | None = None,
 ) -> Tensor:
     """As the reference's ``linear``. x: [T, D], T up to ``MOST_ROWS``; weight: [N, D], ``describable``.
 
     cut: of one split, if gated. arrived: int32 zeros, one for each tile of several splits; nobody else uses them meanwhile.
-    beside: bytes of a multiprocessor's shared memory that are left to the shrink after this one, or before.
-    inside: what adapters add, of the same x; the last launch was their shrink.
+    beside: bytes of a multiprocessor's shared memory that are left to other kernels.
+    added: [T, N], to add to the product, of gate and up before the activation: what ``lora.ahead`` made of the same x just now.
     """
-    assert inside is None or (norm is None and describable(x)), "x was made by the last launch"
+    late = added is not None
+    assert not late or (norm is None and residual is None and describable(x)), "x was made by the last launch"
     if norm is not None:  # for every tile again it would be more work than the product
         x = rms_norm(x, *norm)
     if not describable(x):
@@ -237,15 +196,9 @@ def streamed(
     sums = tiles * splits * block_m * cut.rows
     partial = torch.empty(sums, dtype=torch.float32, device=x.device) if splits > 1 else out
     copied = launch.copies_tiles(x.device)
-    of_adapters = settings_inside(inside, splits)
-    slots, hidden = (x, x) if inside is None else (inside.slots, inside.hidden.flatten(0, 1))
-    x_tiles, hidden_tiles = x, hidden
-    if copied:
-        x_tiles = hidden_tiles = TensorDescriptor.from_tensor(x, [block_m, block_k])
-    if copied and inside is not None:
-        hidden_tiles = TensorDescriptor.from_tensor(hidden, [block_m, of_adapters["ADDED"]])
+    residual = residual if added is None else added
     _streamed_kernel[splits, tiles](
-        x_tiles,
+        TensorDescriptor.from_tensor(x, [block_m, block_k]) if copied else x,
         TensorDescriptor.from_tensor(weight, [cut.rows, block_k]) if copied else weight,
         weight,
         x if bias is None else bias,
@@ -254,10 +207,6 @@ def streamed(
         x if row_scales is None else row_scales,
         partial,
         arrived,
-        hidden_tiles,
-        hidden,
-        slots,
-        x if inside is None else inside.table.pointers,
         x.stride(0),
         weight.stride(0),
         0 if residual is None else residual.stride(0),
@@ -265,12 +214,10 @@ def streamed(
         width,
         depth,
         split_depth,
-        0 if inside is None else inside.table.entries,
-        *first_tiles(inside, cut.rows),
         scale,
         COPIED=copied,
         BIAS=bias is not None,
-        RESIDUAL=residual is not None,
+        RESIDUAL=residual is not None and not (late and gated),
         GATED=gated,
         SCALED=row_scales is not None,
         LEFT=tokens <= FEW,
@@ -279,9 +226,8 @@ def streamed(
         BLOCK_N=cut.rows,
         BLOCK_K=block_k,
         AHEAD=ahead,
-        FIELDS=POINTER_FIELDS,
-        **of_adapters,
-        num_warps=warps(block_m, weight_rows, inside is not None),
+        LATE=late,
+        num_warps=warps(block_m, weight_rows, late),
         num_stages=stages,
         **launch.options(x.device),
     )

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from stoker.kernels import launch
 from stoker.kernels.grouping import most_tiles
+from stoker.kernels.lora_ahead import expand_ahead_kernel
 from stoker.kernels.lora_expand import expand_gated_kernel, expand_kernel
-from stoker.kernels.lora_inside import Inside, shrink_into_columns_kernel, splits_inside
 from stoker.kernels.lora_shrink import look_up_kernel, shrink_kernel, tiles_kernel
 from stoker.kernels.norm_rotary import act_mul
 from stoker.kernels.reference.lora import POINTER_FIELDS, AdapterRows, LoraTable
@@ -30,11 +30,17 @@ from stoker.kernels.reference.norm_rotary import Activation
 # Bytes of shared memory that a program of the shrink of few tokens takes, with what CUDA adds. Another kernel has to leave these
 # for the shrink to run beside it. For ranks above 32 it takes 62 KiB, and runs only where that kernel has no program.
 SHRINK_SHARED = 36 * 1024
-MOST_ARRIVALS = 1024
+# The same of adapters that run ahead of a product, which has to leave it: at the least, and with room for a second shrink.
+AHEAD_SHARED = (64 * 1024, 90 * 1024)
 _FEW = 1024  # tokens; up to so many get low tiles, more get tall ones
+_LOW = 8  # tokens of a tile, where each slot has about as many
 _FEW_PAIRS = 256  # of a token and an expert
 _MOST_SPLITS = 256  # of one rank
 _LEAST_SPAN = 512  # of a split: below it, adding its sum costs more than it saves
+_MOST_SPLITS_AHEAD = 4  # a program that reads more at a time finishes sooner beside a product
+_PROGRAMS_AHEAD = (
+    5  # of an expand ahead of a product, for each multiprocessor: these and the product's are there at once
+)
 _MOST_COMPARED = 8192  # numbers that a program holds at a time, of tokens by slots
 
 
@@ -51,13 +57,16 @@ class Tiles(NamedTuple):
     fresh: bool  # whether the last launch made the tiles
 
     @staticmethod
-    def of(rows: AdapterRows, table: LoraTable, deterministic: bool) -> Tiles:
+    def of(rows: AdapterRows, table: LoraTable, deterministic: bool, *, low: bool = False) -> Tiles:
+        """low: with tiles for few tokens of each slot."""
         tokens, slots = len(rows.slots), table.num_slots
         if table.experts > 1:
             height = 1 if tokens <= _FEW_PAIRS and not deterministic else 16
             return Tiles(triton.cdiv(tokens, height), height, False, rows.slots, rows.slots, fresh=False)
         # In fp32, without tensor cores, 64 rows by as many columns are more than there are registers.
         height = 16 if deterministic or tokens <= _FEW or table.dtype == torch.float32 else 64
+        if low and tokens <= _LOW * slots:
+            height = _LOW
         known = rows.of_step.get((slots, height))
         if known is None:
             rows.of_step[slots, height] = tiles_by_slot(rows.slots, slots, height)
@@ -104,71 +113,81 @@ def lora(
     if table.empty:
         return out if gated is None else act_mul(out, gated)
     tiles = Tiles.of(rows, table, deterministic)
-    together = gated is not None and tiles.grouped and len(table.widths) == 2 and len(set(table.widths)) == 1
-    block_n = 64 if together else _columns_of_tile(table, tiles, out.device)
+    if gated is not None and tiles.grouped and len(table.widths) == 2 and len(set(table.widths)) == 1:
+        # Its time goes with the numbers that its programs have, of places that no token takes as well.
+        low = Tiles.of(rows, table, deterministic, low=table.only_matrices and not deterministic)
+        block_n = _columns_of_gated(table, low, deterministic)
+        table.columns(block_n)
+        tiles = tiles._replace(fresh=tiles.fresh or low.fresh)
+        hidden = _shrink(x, table, tiles, settled=settled, deterministic=deterministic)
+        return _expand_gated(hidden, out, table, low, block_n, gated, deterministic)
+    block_n = _columns_of_tile(table, tiles, out.device)
     table.columns(block_n)  # if these are new, they are copied now, and not between the shrink and the expand
     hidden = _shrink(x, table, tiles, settled=settled, deterministic=deterministic)
-    if gated is not None and together:
-        return _expand_gated(hidden, out, table, tiles, block_n, gated, deterministic)
     out = _expand(hidden, out, table, tiles, block_n, deterministic)
     return out if gated is None else act_mul(out, gated)
 
 
-def inside(x: Tensor, table: LoraTable, rows: AdapterRows, columns: int, arrived: Tensor) -> Inside:
-    """The shrink of x, for a product that adds the rest itself.
+def ahead(x: Tensor, residual: Tensor | None, table: LoraTable, rows: AdapterRows) -> Tensor:
+    """The residual, or zeros, and what adapters add, [T, N], for a product of x that is launched next and adds it.
 
-    x: [T, D], some dozens of rows. columns: ``columns_inside``. arrived: int32 zeros, ``MOST_ARRIVALS`` of them; nobody
-    else uses them meanwhile.
+    x: [T, D], some dozens of rows; residual: [T, N]. table: one that ``goes_ahead``.
     """
-    tokens, depth = x.shape
-    rank, linears = padded_rank(table), len(table.widths)
-    behind, tiles = table.is_behind, Tiles.of(rows, table, False)
-    splits, programs = splits_inside(depth), len(tiles.slots)
-    assert programs * linears <= MOST_ARRIVALS
-    room = rank * table.dtype.itemsize // x.itemsize  # what wider matrices take, in ranks of x's dtype
-    block_k, warps, stages = _blocks_of_shrink(x.dtype, tiles, room, triton.cdiv(depth, splits), deterministic=False)
-    hidden = torch.empty(linears, tokens, columns, dtype=x.dtype, device=x.device)
-    sums = programs * linears * splits * tiles.height * rank if splits > 1 else 0
-    span = triton.cdiv(triton.cdiv(depth, splits), block_k) * block_k
-    launched = shrink_into_columns_kernel[(programs, linears, splits)](
-        x,
+    tokens, rank, tiles = len(x), padded_rank(table), Tiles.of(rows, table, False)
+    most, block_n = _PROGRAMS_AHEAD * launch.multiprocessors(x.device), max(4096 // (rank * table.dtype.itemsize), 16)
+    span = block_n
+    while span < 1024 and tiles.programs * sum(triton.cdiv(width, span) for width in table.widths) > most:
+        span *= 2
+    columns = table.columns(span)  # as in ``lora``
+    hidden = _shrink(x, table, tiles, settled=False, deterministic=False, first=True)
+    out = torch.empty(tokens, sum(table.widths), dtype=x.dtype, device=x.device)
+    launched = expand_ahead_kernel[(len(tiles.slots), sum(triton.cdiv(width, span) for width in table.widths))](
+        hidden,
         tiles.rows,
         tiles.slots,
         table.pointers,
-        torch.empty(sums, dtype=torch.float32, device=x.device),
-        arrived,
-        hidden,
-        x.stride(0),
+        columns,
+        out if residual is None else residual,
+        out,
+        0 if residual is None else residual.stride(0),
         tokens,
-        depth,
-        span,
+        out.shape[1],
         table.entries,
+        LINEARS=len(table.widths),
         FIELDS=POINTER_FIELDS,
         DTYPE=launch.TYPES[table.dtype],
-        AHEAD=triton.next_power_of_2(span),
-        SPLITS=splits,
-        COLUMNS=columns,
+        RESIDUAL=residual is not None,
+        SPLITS=len(hidden),
         RANK=rank,
         BLOCK_T=tiles.height,
-        BLOCK_K=block_k,
-        WARPS=warps,
+        BLOCK_N=block_n,
+        SPAN=span,
         num_warps=4,
-        num_stages=stages,
-        **launch.options(x.device, early=not (tiles.fresh or behind)),
+        **launch.options(x.device),
     )
     launch.leave_room(launched)
-    return Inside(table, rows.slots, hidden, rank)
+    return out
 
 
-def _shrink(x: Tensor, table: LoraTable, tiles: Tiles, *, settled: bool, deterministic: bool) -> Tensor:
-    """fp32 [splits, linears, T, padded rank], where nothing above a token's rank is written. x: [T, D]."""
+def _shrink(
+    x: Tensor, table: LoraTable, tiles: Tiles, *, settled: bool, deterministic: bool, first: bool = False
+) -> Tensor:
+    """fp32 [splits, linears, T, padded rank], where nothing above a token's rank is written. x: [T, D]. first: ahead of a product."""
     tokens, depth = x.shape
     linears, rank = len(table.widths), padded_rank(table)
     splits, behind = _splits(tokens, depth, rank, deterministic), table.is_behind
-    wide = table.dtype == torch.float32  # with strides, 64 ranks of it are more than there are registers
+    rounded = first and table.dtype != x.dtype
+    wide = (
+        table.dtype == torch.float32 and not rounded
+    )  # with strides, 64 ranks of it are more than there are registers
     block_r = min(rank, 32 if wide and table.strided else 64)
+    room = block_r
+    if first:
+        splits = min(splits, _MOST_SPLITS_AHEAD)
+        room = block_r * table.dtype.itemsize // x.itemsize  # what wider matrices take, in ranks of x's dtype
+    dtype = x.dtype if rounded else table.dtype
     block_k, warps, stages = _blocks_of_shrink(
-        table.dtype, tiles, block_r, triton.cdiv(depth, splits), deterministic=deterministic
+        dtype, tiles, room, triton.cdiv(depth, splits), deterministic=deterministic
     )
     span = triton.cdiv(triton.cdiv(depth, splits), block_k) * block_k
     hidden = torch.empty(splits, linears, tokens, rank, dtype=torch.float32, device=x.device)
@@ -184,12 +203,13 @@ def _shrink(x: Tensor, table: LoraTable, tiles: Tiles, *, settled: bool, determi
         span,
         table.entries,
         SETTLED=settled,
+        ROUNDED=rounded,
         BLOCK_R=block_r,
         BLOCK_K=block_k,
         WARPS=warps,
         num_warps=4,
         num_stages=stages,
-        **_settings(x, table, tiles, rank, early=not (tiles.fresh or behind)),
+        **_settings(x, table, tiles, rank, early=not (tiles.fresh or behind), exact=not rounded),
     )
     launch.leave_room(launched)
     return hidden
@@ -257,13 +277,16 @@ def _block_at_once(span: int, ranks: int) -> int:
     return block
 
 
-def _settings(like: Tensor, table: LoraTable, tiles: Tiles, rank: int, *, early: bool = True) -> dict[str, Any]:
+def _settings(
+    like: Tensor, table: LoraTable, tiles: Tiles, rank: int, *, early: bool = True, exact: bool = True
+) -> dict[str, Any]:
     """The settings that both kernels are compiled with. like: a tensor of the dtype that the model computes in.
 
-    early: the kernel may start while the one before runs, and read what was there before that one.
+    early: the kernel may start while the one before runs, and read what was there before that one. exact: it multiplies in the
+    matrices' dtype.
     """
     # A 16-bit model rounds what an fp32 adapter gives it, so three products on tensor cores are exact enough.
-    thrice = table.dtype == torch.float32 and like.dtype != torch.float32
+    thrice = exact and table.dtype == torch.float32 and like.dtype != torch.float32
     return {
         "LINEARS": len(table.widths),
         "GROUPED": tiles.grouped,
@@ -291,6 +314,12 @@ def _columns_of_tile(table: LoraTable, tiles: Tiles, device: torch.device) -> in
     """Columns of an expand's tile: wide where there are many tiles, as each reads all that the shrink's splits gave."""
     many = tiles.height <= 16 and tiles.programs * sum(table.widths) >= 16 * 64 * launch.multiprocessors(device)
     return 128 if many else 64
+
+
+def _columns_of_gated(table: LoraTable, tiles: Tiles, deterministic: bool) -> int:
+    """Columns of a gated expand's tile: as many as there are registers for, where adapters only add."""
+    few = table.only_matrices and tiles.height <= 16 and not deterministic
+    return max(64, 4096 // (padded_rank(table) * table.dtype.itemsize // 2)) if few else 64
 
 
 def _expand(hidden: Tensor, out: Tensor, table: LoraTable, tiles: Tiles, block_n: int, deterministic: bool) -> Tensor:
@@ -346,10 +375,11 @@ def _expand_gated(
         width,
         table.entries,
         ACT=gated,
+        PLAIN=table.only_matrices,
         SPLITS=splits,
         BLOCK_R=_ranks_together(table, hidden, deterministic),
         BLOCK_N=block_n,
-        num_warps=4 if tiles.height <= 16 else 8,
+        num_warps=4 if tiles.height <= 16 and block_n < 256 else 8,
         num_stages=1,
         **settings,
     )

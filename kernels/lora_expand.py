@@ -65,7 +65,10 @@ def _plus_ranks(
     if BLOCK_T == 1:
         return total + tl.sum(b.to(tl.float32) * hidden, axis=1)[None, :]
     else:
-        return tl.dot(hidden.to(DTYPE), tl.trans(b), total, input_precision=PRECISION)
+        hidden = hidden.to(DTYPE)
+        if BLOCK_T < 16:  # so few tokens a tensor core takes only as columns
+            return tl.trans(tl.dot(b, tl.trans(hidden), tl.trans(total), input_precision=PRECISION))
+        return tl.dot(hidden, tl.trans(b), total, input_precision=PRECISION)
 
 
 @triton.jit
@@ -153,7 +156,7 @@ def expand_kernel(
 ):
     """A tile of tokens by columns of one linear, of each adapter that it meets.
 
-    All but what the shrink gives was there before that began, beside which this one comes up: it waits to read that.
+    It comes up beside the shrink, and perhaps beside the projection before that: it waits to read what these give.
     """
     tile = tl.program_id(1)
     linear = 0
@@ -177,9 +180,9 @@ def expand_kernel(
         mine = rows >= tl.where(used, 0, 2**31 - 1)
         inside = mine[:, None] & (columns < width)[None, :]
         target = out_ptr + rows[:, None] * out_stride + columns[None, :]
-        before = tl.load(target, mask=inside, other=0.0, cache_modifier=".cg")
         b = _part_of_b(entry, columns, width, 0, rank, DTYPE, STRIDED, ALIGNED, BLOCK_R)
         await_turn(DEPENDENT)
+        before = tl.load(target, mask=inside, other=0.0, cache_modifier=".cg")
         if used:
             added = _expanded(
                 hidden_ptr, entry, b, rank, rows, mine, linear, columns, width, tokens, LINEARS, DTYPE, PRECISION, STRIDED,
@@ -236,6 +239,7 @@ def expand_gated_kernel(
     PRECISION: tl.constexpr,
     STRIDED: tl.constexpr,
     ALIGNED: tl.constexpr,
+    PLAIN: tl.constexpr,
     SPLITS: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -245,7 +249,7 @@ def expand_gated_kernel(
 ):
     """As ``expand_kernel`` of gate and up, then ``act(gate) * up``; of tokens without an adapter, too.
 
-    out: [T, width], beside gate_up, which stays as it is.
+    out: [T, width], beside gate_up, which stays as it is. PLAIN: there are no gains and no shifts.
     """
     rows = tl.load(rows_ptr + tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     slot = tl.load(slots_ptr + tl.program_id(0))
@@ -255,25 +259,32 @@ def expand_gated_kernel(
     gate_entry = pointers_ptr + tl.maximum(slot, 0) * FIELDS
     up_entry = gate_entry + entries * FIELDS
     place = gate_up_ptr + rows[:, None] * gate_up_stride + columns[None, :]
-    gate = tl.load(place, mask=inside, other=0.0, cache_modifier=".cg")
-    up = tl.load(place + width, mask=inside, other=0.0, cache_modifier=".cg")
     gate_rank, gate_scale, gate_gain, gate_shift = _numbers_of(gate_entry, ALIGNED)
     up_rank, up_scale, up_gain, up_shift = _numbers_of(up_entry, ALIGNED)
-    gate_bias, up_bias = tl.load(columns_ptr + 3), tl.load(columns_ptr + 4 + 3)
     of_gate = _part_of_b(gate_entry, columns, width, 0, gate_rank, DTYPE, STRIDED, ALIGNED, BLOCK_R)
     of_up = _part_of_b(up_entry, columns, width, 0, up_rank, DTYPE, STRIDED, ALIGNED, BLOCK_R)
-    await_turn(DEPENDENT)
     if slot < 0:
         return
+    await_turn(DEPENDENT)
+    gate = tl.load(place, mask=inside, other=0.0, cache_modifier=".cg")
+    up = tl.load(place + width, mask=inside, other=0.0, cache_modifier=".cg")
     added = gate_scale * _expanded(
         hidden_ptr, gate_entry, of_gate, gate_rank, rows, mine, 0, columns, width, tokens, 2, DTYPE, PRECISION, STRIDED,
         ALIGNED, SPLITS, RANK, BLOCK_T, BLOCK_R, BLOCK_N,
     )  # fmt: skip
-    gate = _adapted(gate, added, gate_gain, gate_shift, gate_bias, columns, width, out_ptr.dtype.element_ty)
+    if PLAIN:
+        gate = gate.to(tl.float32) + added
+    else:
+        bias = tl.load(columns_ptr + 3)
+        gate = _adapted(gate, added, gate_gain, gate_shift, bias, columns, width, out_ptr.dtype.element_ty)
     added = up_scale * _expanded(
         hidden_ptr, up_entry, of_up, up_rank, rows, mine, 1, columns, width, tokens, 2, DTYPE, PRECISION, STRIDED,
         ALIGNED, SPLITS, RANK, BLOCK_T, BLOCK_R, BLOCK_N,
     )  # fmt: skip
-    up = _adapted(up, added, up_gain, up_shift, up_bias, columns, width, out_ptr.dtype.element_ty)
+    if PLAIN:
+        up = up.to(tl.float32) + added
+    else:
+        bias = tl.load(columns_ptr + 4 + 3)
+        up = _adapted(up, added, up_gain, up_shift, bias, columns, width, out_ptr.dtype.element_ty)
     out = act_times(gate, up, out_ptr.dtype.element_ty, ACT)
     tl.store(out_ptr + rows[:, None] * width + columns[None, :], out, mask=inside)

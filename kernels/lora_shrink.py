@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stoker.kernels.launch import await_turn
+from stoker.kernels.launch import await_end, await_turn, let_next_up
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
@@ -143,6 +143,7 @@ def shrink_kernel(
     LINEARS: tl.constexpr,
     GROUPED: tl.constexpr,
     SETTLED: tl.constexpr,
+    ROUNDED: tl.constexpr,
     FIELDS: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -157,7 +158,8 @@ def shrink_kernel(
 ):
     """hidden[split, linear, token, rank] = x[token, span of the split] @ a.T, where the token's adapter has that rank.
 
-    Of a tile of one slot all but x has been there for long, and with SETTLED x too: it waits for the kernel before only to write.
+    Of a tile of one slot all but x has been there for long, and with SETTLED x too: it waits for the kernel before only to write,
+    and lets the expand up before. With ROUNDED, matrices of another dtype are rounded to x's.
     """
     tile, split = tl.program_id(0), tl.program_id(2)
     linear = tl.program_id(1) // (RANK // BLOCK_R)
@@ -174,15 +176,17 @@ def shrink_kernel(
         rank, a_ptr = rank_of(entry, ALIGNED), matrix_of(entry, DTYPE, ALIGNED)  # both 0 of slot 0
         used = first_rank < rank
         total = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
-        if not SETTLED:
+        if SETTLED:
+            let_next_up(DEPENDENT)
+        else:
             await_turn(DEPENDENT)
         if used:
             total = shrunk(
-                x_ptr, x_stride, rows, mine, entry, a_ptr, ranks, rank, first, last, depth, DTYPE, PRECISION, STRIDED,
-                BLOCK_T, BLOCK_R, BLOCK_K, WARPS,
+                x_ptr, x_stride, rows, mine, entry, a_ptr, ranks, rank, first, last, depth,
+                x_ptr.dtype.element_ty if ROUNDED else DTYPE, PRECISION, STRIDED, BLOCK_T, BLOCK_R, BLOCK_K, WARPS,
             )  # fmt: skip
         if SETTLED:
-            await_turn(DEPENDENT)
+            await_end(DEPENDENT)
         if used:
             target = out_ptr + rows[:, None] * RANK + ranks[None, :]
             tl.store(target, total, mask=mine[:, None] & (ranks < rank)[None, :])

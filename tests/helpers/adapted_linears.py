@@ -21,7 +21,7 @@ from stoker.kernels.reference.norm_rotary import Activation
 RANKS = {1: 4, 2: 16, 4: 33}
 
 
-FIT = {1: 8, 2: 16, 4: 32}  # inside of products
+FIT = {1: 8, 2: 16, 4: 32}  # ahead of products
 
 
 def expected(arguments: dict[str, Any], table: LoraTable, slots: Tensor, gated: Activation | None = None) -> Tensor:
@@ -44,7 +44,7 @@ def pretended_times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 class Streamed(NamedTuple):
     room: int  # of shared memory that it leaves
-    inside: bool  # with adapters
+    ahead: bool  # whether adapters ran ahead of it
 
 
 @pytest.fixture(name="products")
@@ -52,9 +52,9 @@ def streamed_products(monkeypatch: pytest.MonkeyPatch) -> list[Streamed]:
     """The streamed products that run."""
     products: list[Streamed] = []
 
-    def counted(*arguments: Any, beside: int = 0, inside: Any = None, **options: Any) -> Tensor:
-        products.append(Streamed(beside, inside is not None))
-        return streamed(*arguments, beside=beside, inside=inside, **options)
+    def counted(*arguments: Any, beside: int = 0, added: Any = None, **options: Any) -> Tensor:
+        products.append(Streamed(beside, added is not None))
+        return streamed(*arguments, beside=beside, added=added, **options)
 
     monkeypatch.setattr(linear_measured, "streamed", counted)
     return products

@@ -240,11 +240,12 @@ def launch_adapters() -> None:
     """Those that take the most registers, and those of a decode step that begin beside a product."""
     gated = partial(lora.lora, gated="silu")
     of = lora.Tiles.of
-    lora.Tiles.of = lambda *given: of(*given)._replace(fresh=False)  # type: ignore[method-assign,assignment]
+    lora.Tiles.of = lambda *given, **kind: of(*given, **kind)._replace(fresh=False)  # type: ignore[method-assign,assignment]
     for tokens, rank in ((64, 16), (4096, 64)):
         adapt(tokens, rank, torch.bfloat16, op=partial(lora.lora, deterministic=True), widths=(2048, 512, 512))
     adapt(128, 16, torch.bfloat16, op=partial(lora.lora, settled=True), widths=(2048, 512, 512))
-    adapt(128, 32, torch.bfloat16, op=partial(gated, settled=True), widths=(8192, 8192))
+    for rank, dtype in ((16, torch.bfloat16), (32, torch.bfloat16), (16, torch.float32)):
+        adapt(128, rank, dtype, op=partial(gated, settled=True), widths=(8192, 8192))
     adapt(128, 64, torch.bfloat16, op=partial(lora.lora, settled=True), depth=8192)
     for dtype in (torch.bfloat16, torch.float32):
         adapt(64, 16, dtype, depth=8192)  # in 16 splits
@@ -263,34 +264,35 @@ def launch_adapters() -> None:
         adapt(2048, 64, dtype, columns=True, model=model)
         adapt(512, 512, dtype, columns=True, model=model, widths=(8192, 8192), op=gated)
     few, half, two = (linear_cuts.Cut(*cut) for cut in ((32, 1, 1), (64, 1, 1), (32, 2, 1)))
-    launch_inside(16, 8192, 8192, depth=2048, cuts=[half])
-    launch_inside(64, 8192, 8192, depth=2048, cuts=[few._replace(rooms=2), half])
-    launch_inside(128, 8192, 8192, depth=2048, cuts=[few._replace(rooms=2), half])
-    launch_inside(128, 2048, 512, 512, depth=2048, cuts=[few, half._replace(splits=2)])
-    launch_inside(128, 2048, depth=8192, cuts=[two])
-    launch_inside(128, 8192, 8192, depth=2048, cuts=[half], dtype=torch.float32)
+    launch_ahead(16, 8192, 8192, depth=2048, cuts=[half])
+    launch_ahead(64, 8192, 8192, depth=2048, cuts=[few._replace(rooms=2), half])
+    launch_ahead(128, 8192, 8192, depth=2048, cuts=[few._replace(rooms=2), half])
+    launch_ahead(128, 2048, 512, 512, depth=2048, cuts=[few, half._replace(splits=2)])
+    launch_ahead(128, 2048, depth=8192, cuts=[two], residual=True)
+    launch_ahead(128, 8192, 8192, depth=2048, cuts=[half], dtype=torch.float32)
     lora.Tiles.of = of  # type: ignore[method-assign]
 
 
-def launch_inside(
+def launch_ahead(
     tokens: int,
     *widths: int,
     depth: int,
     cuts: Sequence[linear_cuts.Cut],
     dtype: torch.dtype = torch.bfloat16,
+    residual: bool = False,
 ) -> None:
-    """Sixteen adapters inside the products of a model of a billion parameters, of a gate and its up if there are two widths."""
+    """Sixteen adapters ahead of the products of a model of a billion parameters, of a gate and its up if there are two widths."""
     table = LoraTable(widths, [None] * len(widths), 16, torch.device("cpu"))
     for slot in range(1, 17):
         for index, width in enumerate(widths):
             table.put(index, slot, LoraWeights(zeros(16, depth).to(dtype), zeros(width, 16).to(dtype), 2.0))
     assert table.pointers is not None  # sent before
-    x, weight, arrived = zeros(tokens, depth), zeros(sum(widths), depth), torch.zeros(2048, dtype=torch.int32)
+    x, weight, arrived = zeros(tokens, depth), zeros(sum(widths), depth), torch.zeros(1024, dtype=torch.int32)
     rows, gated = AdapterRows(torch.zeros(tokens, dtype=torch.long)), "silu" if len(widths) == 2 else None
-    settings = {"norm": None, "gated": gated, "residual": None, "scale": 1.0, "beside": lora.SHRINK_SHARED}
+    settings = {"norm": None, "gated": gated, "residual": None, "scale": 1.0, "beside": lora.AHEAD_SHARED[0]}
     for cut in cuts:
-        inside = lora.inside(x, table, rows, 256, arrived[1024:])
-        linear_streamed.streamed(x, weight, None, cut=cut, arrived=arrived, inside=inside, **settings)
+        added = lora.ahead(x, zeros(tokens, sum(widths)) if residual else None, table, rows)
+        linear_streamed.streamed(x, weight, None, cut=cut, arrived=arrived, added=added, **settings)
 
 
 def launch_recurrent() -> None:

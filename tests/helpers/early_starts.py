@@ -2,10 +2,10 @@
 
 The interpreter runs one launch after another, so results never show that a kernel read too early. Here each launch is
 checked as if it started early on a GPU, by the rules of ``stoker.kernels.launch``: until a program has called
-``await_turn``, it reads nothing that the launch just before wrote, and writes nothing; every program calls it; none lets
-the next kernel start before; and what it fetches ahead is part of tensors that it was
-given, or whose addresses it may have. A launch is one of Triton's,
-or a torch operation on something that kernels are given.
+``await_turn``, it reads nothing that the launch just before wrote, and writes nothing; one program at least calls it; and
+what it fetches ahead is part of tensors that it was given, or whose addresses it may have. Where the launch before let it
+start before its own turn, it reads nothing either that those wrote which that one started beside. A launch is one of
+Triton's, or a torch operation on something that kernels are given.
 """
 
 from __future__ import annotations
@@ -59,18 +59,21 @@ class Found:
 
 
 class _Launch:
-    def __init__(self, name: str, *, dependent: bool) -> None:
-        self.name, self.dependent = name, dependent
+    def __init__(self, name: str, *, dependent: bool, beside: Sequence[_Launch] = ()) -> None:
+        """beside: the launches that may still run when it starts early."""
+        self.name, self.dependent, self.beside = name, dependent, beside
+        self.waits = self.lets_up_early = False  # any of its programs
         self.waited: bool | None = None  # of the program that runs
         self.written: list[Accessed] = []
         self.filled: list[tuple[int, int]] = []  # by torch: units of memory, from one up to another
         self.early: list[Accessed] = []
         self.fetched: list[NDArray[np.int64]] = []
 
-    def begin_program(self, found: Found) -> None:
-        if self.dependent and self.waited is False:
-            found.faults.add(f"a program of {self.name} ends without having waited")
+    def begin_program(self) -> None:
         self.waited = not self.dependent
+
+    def beside_the_next(self) -> list[_Launch]:
+        return [self, *(self.beside if self.lets_up_early else ())]
 
 
 @cache
@@ -101,14 +104,16 @@ def early_starts() -> Iterator[Found]:
         values = (each.base if isinstance(each, TensorDescriptor) else each for each in arguments.values())
         tensors = [each for each in values if isinstance(each, Tensor)]
         given.update(each.untyped_storage().data_ptr() for each in tensors)
-        before = next((each for each, storages in reversed(operations) if storages & given), last["launch"])
+        operation = next((each for each, storages in reversed(operations) if storages & given), None)
+        beside = last["launch"].beside_the_next() if operation is None else [operation]
         operations.clear()
-        running.append(_Launch(self.fn.__name__, dependent=bool(arguments.get("DEPENDENT"))))
+        running.append(_Launch(self.fn.__name__, dependent=bool(arguments.get("DEPENDENT")), beside=beside))
         try:
             run(self, *args, **kwargs)
         finally:
             now = last["launch"] = running.pop()
-        now.begin_program(found)
+        if now.dependent and not now.waits:
+            found.faults.add(f"no program of {now.name} waits for its turn")
         if now.fetched:
             found.fetched[now.name] = fetched = np.concatenate(now.fetched)
             if not _within(fetched, tensors) and not (
@@ -117,19 +122,19 @@ def early_starts() -> Iterator[Found]:
                 found.faults.add(f"{now.name} fetches what is in no tensor that it was given")
         if now.early:
             found.early[now.name] = found.early.get(now.name, 0) + 1
-            if _meet(now.early, before.filled, before.written):
-                found.faults.add(f"{now.name} reads, before its turn, what {before.name} just wrote")
+            for before in beside:
+                if _meet(now.early, before.filled, before.written):
+                    found.faults.add(f"{now.name} reads, before its turn, what {before.name} just wrote")
 
     def begin_program(run: Callable[..., None], self: Any, *at: int) -> None:
-        running[-1].begin_program(found)
+        running[-1].begin_program()
         run(self, *at)
 
     def wait() -> None:
-        running[-1].waited = True
+        running[-1].waited = running[-1].waits = True
 
     def launch_dependents() -> None:
-        if not running[-1].waited:
-            found.faults.add(f"{running[-1].name} lets the next kernel come up before its own turn")
+        running[-1].lets_up_early |= not running[-1].waited
 
     def load(run: Callable[..., Any], self: Any, pointers: Any, mask: Any, *more: Any, **named: Any) -> Any:
         if not running[-1].waited:

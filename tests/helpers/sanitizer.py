@@ -52,8 +52,7 @@ BY_ADDRESS = {
     "shrink_kernel",
     "expand_kernel",
     "expand_gated_kernel",
-    "shrink_into_columns_kernel",
-    "_streamed_kernel",  # with adapters inside
+    "expand_ahead_kernel",
 }
 
 

@@ -44,9 +44,11 @@ def _plus_one(x, weight, out, size, WHEN: tl.constexpr, DEPENDENT: tl.constexpr)
 
 @triton.jit
 def _plus_one_at_once(x, out, DEPENDENT: tl.constexpr):
-    if DEPENDENT:
-        launch.cuda.gdc_launch_dependents()
-    await_turn(DEPENDENT)
+    """Lets the next one up at once. Of its two programs one has nothing to do."""
+    launch.let_next_up(DEPENDENT)
+    if tl.program_id(0) == 1:
+        return
+    launch.await_end(DEPENDENT)
     tl.store(out, tl.load(x) + 1)
 
 
@@ -77,17 +79,26 @@ def test_what_keeps_the_rules_is_as_it_is() -> None:
         ("before it writes", 0, "_plus_one reads, before its turn, what _plus_one just wrote"),
         ("between", 1, "_plus_one reads, before its turn, what _plus_one just wrote"),
         ("last", 0, "_plus_one writes before its turn"),
-        ("never", 0, "a program of _plus_one ends without having waited"),
+        ("never", 0, "no program of _plus_one waits for its turn"),
     ],
 )
 def test_each_way_to_break_them_is_found(when: str, ago: int, fault: str) -> None:
     assert fault in looked_at(("first", 0), (when, ago)).faults
 
 
-def test_the_next_one_comes_up_after_a_wait() -> None:
+@pytest.mark.parametrize("ago", [1, 2, 3])
+def test_what_comes_up_beside_two_reads_early_what_neither_writes(ago: int) -> None:
+    """Where the one before it lets it up before its own turn. What comes after it starts beside it alone."""
+    x = torch.ones(8)
     with early_starts() as found:
-        _plus_one_at_once[(1,)](torch.ones(1), torch.ones(1), **launch.options(CPU))
-    assert found.faults == {"_plus_one_at_once lets the next kernel come up before its own turn"}
+        made = [plus(x, x, "first"), plus(x, x, "first"), torch.empty(8)]
+        _plus_one_at_once[(2,)](x, made[2], **launch.options(CPU))
+        plus(x, made[-ago], "between")
+        plus(x, made[-1], "between")
+    wrote = {1: "_plus_one_at_once", 2: "_plus_one"}
+    assert found.faults == (
+        {f"_plus_one reads, before its turn, what {wrote[ago]} just wrote"} if ago in wrote else set()
+    )
 
 
 def test_what_torch_writes_counts() -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
 from linears import expected_linear, make_linear, pretend_times
 from torch import Tensor
 from triton_oracle import DEVICE, assert_close, unwritten_is_nan  # noqa: F401
 
-from stoker.kernels import linear_measured, ops
+from stoker.kernels import launch, linear_measured, ops
 from stoker.kernels.linear_measured import MeasuredLinear, run_at_once
 from stoker.kernels.linear_streamed import streamed
 from stoker.kernels.triton_ops import DETERMINISTIC
@@ -235,3 +238,23 @@ def test_what_has_to_be_compiled_is_compiled_at_once(inference: bool) -> None:
         run_at_once([partial(call, fails) for fails in (False, True, False)], torch.device("cpu"))
     assert found == [inference] * 3
     run_at_once([], torch.device("cpu"))
+
+
+def test_threads_that_compile_load_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or one may get what another one loaded (Triton before 3.7)."""
+    loading, most, last = [0], [0], [""]
+
+    def load(source: str, metadata: int) -> str:
+        loading[0] += 1
+        most[0], last[0] = max(most[0], loading[0]), source
+        time.sleep(0.002)
+        loading[0] -= 1
+        return f"{last[0]} {metadata}"
+
+    driver = SimpleNamespace(launcher_cls=load)
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=driver))
+    launch.load_one_at_a_time.__wrapped__()
+    with ThreadPoolExecutor(8) as threads:
+        names = [f"kernel {n}" for n in range(16)]
+        assert list(threads.map(driver.launcher_cls, names, range(16))) == [f"{n} {i}" for i, n in enumerate(names)]
+    assert most == [1]

@@ -34,11 +34,13 @@ from stoker.kernels import linear_measured
 from stoker.kernels.linear_cuts import Cut
 from stoker.kernels.linear_measured import MeasuredLinear
 from stoker.kernels.linear_streamed import streamed
-from stoker.kernels.lora import SHRINK_SHARED
+from stoker.kernels.lora import AHEAD_SHARED, SHRINK_SHARED
 from stoker.kernels.reference.adapter_weights import LoraWeights
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Norm
 from stoker.kernels.triton_ops import TRITON, measured
+
+OF_WAY = {"after": (0, False), "beside": (SHRINK_SHARED, False), "ahead": (AHEAD_SHARED[0], True)}
 
 
 def test_a_projection_leaves_room_for_the_shrink(times: dict[str, float], products: list[Streamed]) -> None:
@@ -66,15 +68,16 @@ def test_a_projection_leaves_room_for_the_shrink(times: dict[str, float], produc
 def test_what_is_measured_with_adapters(
     times: dict[str, float], products: list[Streamed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the cut that is the fastest without adapters. Measured once, and again for adapters of a higher rank."""
+    """Beside a product, by the cut that is the fastest without adapters; ahead of one, by the two fastest, which leave more room or less.
+    Measured once, and again for adapters of a higher rank."""
     cuts = [Cut(32, 1, 1), Cut(64, 1, 1)]  # on any device
     monkeypatch.setattr(linear_measured, "cuts_to_try", lambda *_, **__: cuts)
     few, many = ("streamed, 32 rows in 1 splits", "streamed, 64 rows in 1 splits")
     for taken, of_few, of_many, wanted in (
-        ({"after": 5, "beside": 6, "inside": 7}, 1, 2, None),
-        ({"after": 5, "beside": 4, "inside": 6}, 8, 9, 32),
-        ({"after": 5, "beside": 4, "inside": 6}, 3, 2, 64),
-        ({"after": 5, "beside": 4, "inside": 3}, 3, 2, 64),
+        ({"after": 5, "beside": 6, "ahead": 7}, 1, 2, None),
+        ({"after": 5, "beside": 4, "ahead": 6}, 8, 9, 32),
+        ({"after": 5, "beside": 4, "ahead": 6}, 3, 2, 64),
+        ({"after": 5, "beside": 4, "ahead": 3}, 3, 2, 64),
     ):
         times.update({few: of_few, many: of_many, "streamed": 20.0, **taken})
         linear, arguments = MeasuredLinear(), make_linear(40, 128, 304, "", torch.float32)
@@ -85,14 +88,16 @@ def test_what_is_measured_with_adapters(
         (way,) = linear._with_adapters.values()
         assert (way and way.args[0].rows) == wanted  # type: ignore[attr-defined]
         order = sorted(taken, key=lambda name: taken[name])
-        names = {"inside": f"inside, {32 if of_few < of_many else 64} rows"}
-        said = [f"{names.get(name, name)} {taken[name]:.1f} us" for name in order]
+        rows = (32, 64) if of_few < of_many else (64, 32)
+        names = {
+            "ahead": [f"ahead, {n} rows in 1 splits, {size // 1024} KiB left" for n in rows for size in AHEAD_SHARED]
+        }
+        said = [f"{full} {taken[name]:.1f} us" for name in order for full in names.get(name, [name])]
         assert linear.chosen["48 x 128 x 304, adapters"] == " < ".join(said)
         products.clear()
-        times["beside"] = times["inside"] = 0.0 if wanted is None else 99.0
+        times["beside"] = times["ahead"] = 0.0 if wanted is None else 99.0
         call()
-        as_measured = [Streamed(SHRINK_SHARED if wanted else 0, order[0] == "inside")]
-        assert products == as_measured
+        assert products == [Streamed(*OF_WAY[order[0]])]
         table.put(0, 5, LoraWeights(randn(40, 304), randn(128, 40), 1.0))
         call()
         assert len(linear._with_adapters) == 2
@@ -102,7 +107,7 @@ def test_what_is_measured_with_adapters(
 
 
 def test_an_adapter_with_a_gain_is_another_kind_of_table() -> None:
-    """Which steps are captured for: what went inside goes so no more."""
+    """Which steps are captured for: what went ahead goes so no more."""
     table = table_of(ranks=FIT)
     before = table.traits
     table.put(0, 1, LoraWeights(randn(8, 304), randn(64, 8), 1.0, shift=randn(64)))
@@ -113,7 +118,7 @@ def test_an_adapter_with_a_gain_is_another_kind_of_table() -> None:
 
 
 @pytest.mark.parametrize("fault", ["wrong", "fails"])
-@pytest.mark.parametrize("way", ["beside", "inside"])
+@pytest.mark.parametrize("way", ["beside", "ahead"])
 def test_one_that_is_wrong_then_is_not_used(
     way: str,
     fault: str,
@@ -121,18 +126,18 @@ def test_one_that_is_wrong_then_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def broken(*arguments: Any, beside: int = 0, inside: Any = None, **options: Any) -> Tensor:
-        is_it = beside > 0 and (inside is not None) == (way == "inside")
+    def broken(*arguments: Any, beside: int = 0, added: Any = None, **options: Any) -> Tensor:
+        is_it = (beside, added is not None) == OF_WAY[way]
         if is_it and fault == "fails":
             raise torch.OutOfMemoryError("no memory left")
-        return streamed(*arguments, inside=inside, **options) + 1.0 * is_it
+        return streamed(*arguments, added=added, **options) + 1.0 * is_it
 
     monkeypatch.setattr(linear_measured, "streamed", broken)
     times[way] = 1.0
     linear, table = MeasuredLinear(), table_of(ranks=FIT)
     run(linear, table)
     run(linear, table)
-    name = "inside, 64 rows" if way == "inside" else way
+    name = f"ahead, 64 rows in 1 splits, {AHEAD_SHARED[0] // 1024} KiB left" if way == "ahead" else way
     says = f"{name} is wrong for 20 rows of [64, 304], and not used" if fault == "wrong" else "no memory left"
     assert caplog.text.count(says) == 1
 
@@ -147,7 +152,7 @@ def test_nothing_is_measured_while_a_step_is_captured(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretends to be a device")
-@pytest.mark.parametrize("way", ["beside", "inside"])
+@pytest.mark.parametrize("way", ["beside", "ahead"])
 def test_an_engine_whose_products_leave_room_has_the_log_probabilities_of_peft(
     way: str, times: dict[str, float], products: list[Streamed]
 ) -> None:
@@ -168,7 +173,7 @@ def test_an_engine_whose_products_leave_room_has_the_log_probabilities_of_peft(
     with build(model, ops=replace(measured(), shared_from=None), decode_window=1, num_layers=1) as engine:
         settings = SamplingParams(seed=1, max_tokens=4, ignore_eos=True)
         batch = engine.generate_batch(prompts, settings, adapter=names)
-        assert products.count(Streamed(SHRINK_SHARED, way == "inside")) > 4 and engine.core.runner.has_graphs
+        assert products.count(Streamed(*OF_WAY[way])) > 4 and engine.core.runner.has_graphs
     for output, name in zip(batch, names, strict=True):
         (c,) = output.completions
         with running(model, name):
@@ -211,29 +216,29 @@ def test_an_adapter_with_biases_comes_into_the_slot_of_one_without(times: dict[s
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("way", ["beside", "ahead"])
 @pytest.mark.parametrize("tokens", [16, 40, 128])
 def test_what_begins_beside_the_kernel_before_sees_all_that_was_written(
-    tokens: int, inside: bool, monkeypatch: pytest.MonkeyPatch
+    tokens: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shrink, or with adapters inside a product, reads x before the other has ended, which came after what wrote x."""
+    """A shrink, or a product that adapters run ahead of, reads x before the other has ended, which came after what wrote x."""
     dtype = torch.bfloat16
     norm = Norm(torch.ones(1024, dtype=dtype, device=DEVICE), 1e-6)
     first, second = (randn(*size, dtype=dtype, scale=1 / 32) for size in ((6144, 1024), (1024, 3072)))
-    ranks = dict.fromkeys(range(1, 17), 16) if inside else {1: 16, 2: 8, 4: 64}
+    ranks = dict.fromkeys(range(1, 17), 16) if way == "ahead" else {1: 16, 2: 8, 4: 64}
     gate_up, down = (make_table(w, d, ranks, dtype) for w, d in (([3072, 3072], 1024), ([1024], 3072)))
     start, slots = randn(tokens, 1024, dtype=dtype), torch.randint(max(ranks) + 1, (tokens,), device=DEVICE)
     linear = MeasuredLinear()
 
     def project(cut: Cut, *given: Any, residual: Tensor | None = None) -> Tensor:
         adapted = linear_measured._Adapted(*given, {"residual": residual, "row_scales": None})
-        return linear._inside(cut, 256, adapted) if inside else linear._beside(cut, adapted)
+        return linear._ahead(cut, AHEAD_SHARED[0], adapted) if way == "ahead" else linear._beside(cut, adapted)
 
     def chain() -> Tensor:
         x, rows = start, AdapterRows(slots)
         for _ in range(30):
             normed = TRITON.rms_norm(x, *norm)
-            wide = project(Cut(32 if inside else 64, 1, 1), normed, first, None, gate_up, rows, "silu")
+            wide = project(Cut(32 if way == "ahead" else 64, 1, 1), normed, first, None, gate_up, rows, "silu")
             x = project(Cut(32, 4, 1), wide, second, None, down, rows, None, residual=x)
             x = TRITON.rms_norm(x, *norm)
         return x
@@ -252,7 +257,7 @@ def test_on_a_device_it_is_as_dense_products(dtype: torch.dtype) -> None:
         table = make_table(widths, depth, ranks, dtype)
         adapted(linear, arguments, table, slots)
         chosen = next(found for name, found in linear.chosen.items() if name.endswith("adapters"))
-        assert ("inside" in chosen) == (dtype == torch.bfloat16)
+        assert "ahead" in chosen
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             found = adapted(linear, arguments, table, slots)

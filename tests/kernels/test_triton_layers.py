@@ -272,14 +272,14 @@ def test_a_row_of_the_other_kernels_is_the_same_among_any_others(dtype: torch.dt
             assert torch.equal(alone, whole[9 : 9 + tokens])
 
 
-# Of what comes up beside a product, or beside the shrink of its adapters: which tokens have which, these, x and the product. Of a
-# product with adapters inside: these, x and the weight.
+# Of what comes up beside a product, or beside the shrink of its adapters: which tokens have which, these, and x. Of a product that
+# adapters run ahead of: x and the weight.
 # Of others: weights, or what is the same in all layers of a step, or the state that the step before left.
 EARLY_READS = {
     "shrink_kernel": {"ld.global", "cp.async.c"},
     "expand_kernel": {"ld.global"},
     "expand_gated_kernel": {"ld.global"},
-    "shrink_into_columns_kernel": {"ld.global"},
+    "expand_ahead_kernel": {"ld.global"},
     "_streamed_kernel": {"ld.global", "cp.async.bulk.tensor"},
 } | {
     f"_{name}_kernel": {"ld.global"}
@@ -303,9 +303,7 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
     others = ["logits", "route", "order", "grouped", "weighted_sum", "advance", "noise", "constrain", "follow"]
     others += [*WALKS, "prepare", "chunks", "gated_rms_norm", "delta_gates"]
     dependent = {f"_{name}_kernel" for name in [*layers, *others]} | {"_sample_splits", "_sample_rows"}
-    dependent |= {
-        f"{name}_kernel" for name in ("tiles", "shrink", "shrink_into_columns", "expand", "expand_gated", "look_up")
-    }
+    dependent |= {f"{name}_kernel" for name in ("tiles", "shrink", "expand_ahead", "expand", "expand_gated", "look_up")}
     assert {m["kernel"] for m in made} == dependent | {
         "_checksums_kernel",
         "_copies_kernel",
@@ -325,8 +323,7 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
     in_fp8 = [m for m in made if m["fp8_pairs"]]
     assert {m["kernel"] for m in in_fp8} >= {f"_{n}_kernel" for n in ("skinny", "streamed", "single", "matmul")}
     assert all(m["single_casts"] <= 2 * m["fp8_pairs"] for m in in_fp8)
-    shrinks = [m for m in made if m["kernel"] in ("shrink_kernel", "shrink_into_columns_kernel")]
-    low = [m for m in shrinks if m["dependent"] and m["tensor_cores"]]
+    low = [m for m in made if m["kernel"] == "shrink_kernel" and m["dependent"] and m["tensor_cores"]]
     assert sum(m["shared"] + launch.PROGRAM_SHARED <= SHRINK_SHARED for m in low) >= 2, "beside a product"
     # A token has the same bits as one of a decode step and as one of a piece: sums are over the same numbers of the same threads.
     for name in ("gated_delta_rule", "selective_scan"):

@@ -1,4 +1,4 @@
-"""Adapters inside streamed products: which go inside, and that the result is that of dense products."""
+"""Adapters ahead of streamed products: which go ahead, and that the result is that of dense products."""
 
 from __future__ import annotations
 
@@ -23,47 +23,64 @@ from linears import make_linear
 from lora_oracle import NUM_SLOTS
 from triton_oracle import DEVICE, assert_close, randn, unwritten_is_nan  # noqa: F401
 
-from stoker.kernels import launch, lora_inside
+from stoker.kernels import launch, lora_ahead
 from stoker.kernels.linear_measured import MeasuredLinear
-from stoker.kernels.lora import lora
+from stoker.kernels.lora import AHEAD_SHARED, lora
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
+from stoker.kernels.reference.norm_rotary import Activation
 
 
 @pytest.mark.parametrize("copied", [True, False])
-def test_adapters_inside_a_product(
+def test_adapters_ahead_of_a_product(
     copied: bool, times: dict[str, float], products: list[Streamed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the shrink's depth has several splits, or the product's, which share the columns; of few rows; of one slot; and
-    on a chip whose threads ask for tiles."""
+    """Also where the shrink's depth has several splits, or the product's; of few rows; of one slot; where programs have several
+    blocks of columns; and on a chip whose threads ask for tiles."""
     if not copied:
         monkeypatch.setattr(launch, "copies_tiles", lambda device: False)
         triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=DEVICE))
-    times["inside"] = 1.0
+    times["ahead"] = 1.0
     half: dict[str, Any] = {"dtype": torch.float16}
     tables: tuple[tuple[LoraTable, dict[str, Any]], ...] = (
         (table_of(ranks=FIT), {}),
         (table_of(64, 128, ranks=FIT), {"options": "b"}),
-        (table_of(64, 64, 32, ranks=FIT, depth=2112), {"options": "", "tokens": 40, "depth": 2112}),
+        (table_of(64, 48, 16, ranks=FIT, depth=2112), {"options": "", "tokens": 40, "depth": 2112}),
         (table_of(64, 64, ranks=FIT), {"options": "b", "tokens": 70, "gated": "silu"}),
         (table_of(64, 64, ranks={1: 8, 2: 16}), {"options": "", "gated": "silu"}),
         (table_of(64, ranks=FIT, depth=4200), {"tokens": 8, "depth": 4200}),
         (table_of(64, 64, ranks=FIT), {"options": "", "tokens": 120, "gated": "silu"}),
         (table_of(32, ranks={1: 64, 3: 8} | dict.fromkeys([2], 24)), {"tokens": 40}),
         (table_of(ranks=FIT, **half), half),
+        (table_of(720, 240, ranks=FIT, **half), half | {"tokens": 90, "options": ""}),
     )
     for table, given in tables[:: 1 if copied else 3]:
         linear = MeasuredLinear()
         run(linear, table, **given)
-        wanted = table.num_slots * table.max_rank <= 256
-        assert products[-1].inside == wanted and not any(counted.any() for counted in linear._arrived.values())
+        assert products[-1] == (AHEAD_SHARED[0], True) and not any(
+            counted.any() for counted in linear._arrived.values()
+        )
 
 
-def test_adapters_in_fp32_inside_a_product_in_16_bits(
+def test_a_row_without_an_adapter_is_as_a_product_by_itself_leaves_it(times: dict[str, float]) -> None:
+    times["ahead"] = times["streamed"] = 1.0
+    for options, gated in (("", None), ("br", None), ("b", "silu")):
+        arguments, table = (
+            make_linear(40, 64, 304, options, torch.float16),
+            table_of(32, 32, ranks=FIT, dtype=torch.float16),
+        )
+        slots, linear = torch.arange(40, device=DEVICE) % (NUM_SLOTS + 1), MeasuredLinear()
+        found = adapted(linear, arguments, table, slots, gated)
+        given = {name: arguments[name] for name in ("x", "weight", "bias", "residual")}
+        alone = linear(**given, gated=gated)
+        assert torch.equal(found[slots == 0], alone[slots == 0]) and not torch.equal(found, alone)
+
+
+def test_adapters_in_fp32_ahead_of_a_product_in_16_bits(
     times: dict[str, float], products: list[Streamed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PEFT's own default over a bf16 base, which the interpreter does not compute in."""
-    monkeypatch.setattr(lora_inside, "_ROUNDED", (torch.float16,))
-    times["inside"] = 1.0
+    monkeypatch.setattr(lora_ahead, "_ROUNDED", (torch.float16,))
+    times["ahead"] = 1.0
     tables: tuple[tuple[LoraTable, dict[str, Any]], ...] = (
         (table_of(ranks=FIT), {}),
         (table_of(64, 64, ranks=FIT), {"options": "b", "tokens": 70, "gated": "silu"}),
@@ -71,7 +88,7 @@ def test_adapters_in_fp32_inside_a_product_in_16_bits(
     )
     for table, given in tables:
         run(MeasuredLinear(), table, dtype=torch.float16, **given)
-        assert products[-1].inside
+        assert products[-1].ahead
     arguments, slots = make_linear(20, 64, 304, "", torch.float16), torch.arange(20, device=DEVICE) % (NUM_SLOTS + 1)
     table, linear = table_of(ranks=FIT), MeasuredLinear()
     before = adapted(linear, arguments, table, slots)
@@ -83,9 +100,9 @@ def test_adapters_in_fp32_inside_a_product_in_16_bits(
         assert not found[slots == 2].isfinite().all(1).any() and torch.equal(found[slots != 2], before[slots != 2])
 
 
-def test_what_does_not_go_inside(times: dict[str, float], products: list[Streamed]) -> None:
-    """Gains and shifts, matrices that lie in columns, or of another dtype, too many ranks, tiles that are of two linears."""
-    times["inside"] = 1.0
+def test_what_does_not_go_ahead(times: dict[str, float], products: list[Streamed]) -> None:
+    """Gains and shifts, matrices that lie in columns, or of another dtype, too many ranks, widths that are no multiples of 16."""
+    times["ahead"] = 1.0
     for table, given in (
         (table_of(ranks=FIT, gains=(1,)), {}),
         (table_of(ranks=FIT, shifts=(2,)), {}),
@@ -93,37 +110,31 @@ def test_what_does_not_go_inside(times: dict[str, float], products: list[Streame
         (table_of(ranks=FIT), {"dtype": torch.float16}),
         (table_of(ranks={1: 12}), {}),
         (table_of(ranks={1: 128}), {}),
-        (table_of(ranks={1: 8, 17: 16}), {}),
-        (table_of(40, 72, ranks=FIT), {"options": ""}),
+        (table_of(40, 24, ranks=FIT), {"options": ""}),
     ):
         run(MeasuredLinear(), table, **given)
-    assert products and not any(product.inside for product in products)
+    assert products and not any(product.ahead for product in products)
 
 
-def test_the_scales_of_a_weight_in_fp8_are_not_its_adapters(times: dict[str, float], products: list[Streamed]) -> None:
-    times["inside"] = 1.0
-    arguments, table = make_linear(40, 64, 304, "", torch.float16), table_of(ranks=FIT, dtype=torch.float16)
+@pytest.mark.parametrize(("options", "gated"), [("", None), ("r", None), ("", "silu")])
+def test_the_scales_of_a_weight_in_fp8_are_not_its_adapters(
+    options: str, gated: Activation | None, times: dict[str, float], products: list[Streamed]
+) -> None:
+    times["ahead"] = 1.0
+    arguments = make_linear(40, 64, 304, options, torch.float16)
+    table = table_of(32, 32, ranks=FIT, dtype=torch.float16)
     slots, scales = torch.arange(40, device=DEVICE) % (NUM_SLOTS + 1), torch.rand(64, device=DEVICE) + 0.5
     rounded = (8 * arguments["weight"]).to(torch.float8_e4m3fn)
-    found = MeasuredLinear().adapted(arguments["x"], rounded, None, table, AdapterRows(slots), row_scales=scales)
+    given = arguments["x"], rounded, None, table, AdapterRows(slots)
+    residual = arguments["residual"]
+    found = MeasuredLinear().adapted(*given, row_scales=scales, gated=gated, residual=residual)
     arguments["weight"] = rounded.double() * scales[:, None]
-    assert_close(found, expected(arguments, table, slots), torch.float16)
-    assert products and not any(product.inside for product in products)
+    assert_close(found, expected(arguments, table, slots, gated), torch.float16)
+    assert products[-1].ahead
 
 
-def test_adapters_stay_out_of_a_product_where_shared_memory_has_no_room_for_them(
-    times: dict[str, float], products: list[Streamed], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    times["inside"] = 1.0
-    monkeypatch.setattr(launch, "shared_memory", lambda device: 96 * 1024)
-    half: dict[str, Any] = {"dtype": torch.float16}
-    for tokens, wanted in ((20, True), (120, False)):
-        run(MeasuredLinear(), table_of(64, 64, ranks=FIT, **half), tokens=tokens, options="", gated="silu", **half)
-        assert products[-1].inside == wanted
-
-
-def test_an_adapter_that_is_not_finite_is_inside_its_own_tokens_alone(times: dict[str, float]) -> None:
-    times["inside"] = 1.0
+def test_an_adapter_that_is_not_finite_is_its_own_tokens_alone(times: dict[str, float]) -> None:
+    times["ahead"] = 1.0
     for tokens, widths, gated in ((20, (64,), None), (70, (64,), None), (40, (32, 32), "silu")):
         linear = MeasuredLinear()
         for value in (float("nan"), float("inf")):
