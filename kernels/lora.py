@@ -335,6 +335,7 @@ def _expand(hidden: Tensor, out: Tensor, table: LoraTable, tiles: Tiles, block_n
         out.stride(0),
         tokens,
         table.entries,
+        PLAIN=table.only_matrices,
         ALIGNED_OUT=all(width % 16 == 0 for width in table.widths),
         SPLITS=splits,
         BLOCK_R=_ranks_together(table, hidden, deterministic),

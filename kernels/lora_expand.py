@@ -146,6 +146,7 @@ def expand_kernel(
     PRECISION: tl.constexpr,
     STRIDED: tl.constexpr,
     ALIGNED: tl.constexpr,
+    PLAIN: tl.constexpr,
     ALIGNED_OUT: tl.constexpr,
     SPLITS: tl.constexpr,
     RANK: tl.constexpr,
@@ -156,7 +157,8 @@ def expand_kernel(
 ):
     """A tile of tokens by columns of one linear, of each adapter that it meets.
 
-    It comes up beside the shrink, and perhaps beside the projection before that: it waits to read what these give.
+    It comes up beside the shrink, and perhaps beside the projection before that: it waits to read what these give. PLAIN: there
+    are no gains and no shifts.
     """
     tile = tl.program_id(1)
     linear = 0
@@ -176,7 +178,9 @@ def expand_kernel(
         slot = tl.load(slots_ptr + tl.program_id(0))
         entry = its_entries + tl.maximum(slot, 0) * FIELDS
         rank, scale, gain_address, shift_address = _numbers_of(entry, ALIGNED)
-        used = (rank > 0) | (shift_address != 0)
+        used = rank > 0
+        if not PLAIN:
+            used |= shift_address != 0
         mine = rows >= tl.where(used, 0, 2**31 - 1)
         inside = mine[:, None] & (columns < width)[None, :]
         target = out_ptr + rows[:, None] * out_stride + columns[None, :]
@@ -189,9 +193,12 @@ def expand_kernel(
                 ALIGNED, SPLITS, RANK, BLOCK_T, BLOCK_R, BLOCK_N,
             )  # fmt: skip
             added *= scale
-            out = _adapted(
-                before, added, gain_address, shift_address, bias_address, columns, width, out_ptr.dtype.element_ty
-            )
+            if PLAIN:
+                out = before.to(tl.float32) + added
+            else:
+                out = _adapted(
+                    before, added, gain_address, shift_address, bias_address, columns, width, out_ptr.dtype.element_ty
+                )
             tl.store(target, out, mask=inside)
     else:
         rows = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
