@@ -32,15 +32,13 @@ from stoker.kernels.reference.norm_rotary import Activation
 SHRINK_SHARED = 36 * 1024
 # The same of adapters that run ahead of a product, which has to leave it: at the least, and with room for a second shrink.
 AHEAD_SHARED = (64 * 1024, 90 * 1024)
-_FEW = 1024  # tokens; up to so many get low tiles, more get tall ones
+_FEW = 1024  # tokens; up to so many get tiles of 16, more get tall ones
 _LOW = 8  # tokens of a tile, where each slot has about as many
 _FEW_PAIRS = 256  # of a token and an expert
 _MOST_SPLITS = 256  # of one rank
 _LEAST_SPAN = 512  # of a split: below it, adding its sum costs more than it saves
 _MOST_SPLITS_AHEAD = 4  # a program that reads more at a time finishes sooner beside a product
-_PROGRAMS_AHEAD = (
-    5  # of an expand ahead of a product, for each multiprocessor: these and the product's are there at once
-)
+_PROGRAMS_AHEAD = 5  # of an expand, for each multiprocessor: all of them and the product's are there at once
 _MOST_COMPARED = 8192  # numbers that a program holds at a time, of tokens by slots
 
 
@@ -177,10 +175,8 @@ def _shrink(
     linears, rank = len(table.widths), padded_rank(table)
     splits, behind = _splits(tokens, depth, rank, deterministic), table.is_behind
     rounded = first and table.dtype != x.dtype
-    wide = (
-        table.dtype == torch.float32 and not rounded
-    )  # with strides, 64 ranks of it are more than there are registers
-    block_r = min(rank, 32 if wide and table.strided else 64)
+    # With strides, 64 ranks of fp32 are more than there are registers.
+    block_r = min(rank, 32 if table.strided and table.dtype == torch.float32 else 64)
     room = block_r
     if first:
         splits = min(splits, _MOST_SPLITS_AHEAD)
