@@ -3,9 +3,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import and_, attrgetter
 
 import torch
@@ -93,15 +93,23 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
     targets: all on one device.
     """
+    prepare_copies(targets, sources)(targets, sources)
+
+
+def prepare_copies(
+    targets: Sequence[Tensor], sources: Sequence[Tensor]
+) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
+    """As the reference. What is returned holds no tensor of these, and asks nothing of those it is given before the kernel runs."""
     if not targets:
-        return
+        return copies.copy_each
     device = targets[0].device
     plain = map(and_, map(Tensor.is_contiguous, sources), map(Tensor.is_contiguous, targets))
     places = map(Tensor.data_ptr, sources), map(Tensor.data_ptr, targets), map(Tensor.numel, targets)
     each = zip(*places, map(_dtype, sources), map(_dtype, targets), map(_device, sources), plain, strict=True)
-    plan = _plan(tuple(each), device)
-    if plan.others:
-        copies.copy_each([targets[i] for i in plan.others], [sources[i] for i in plan.others])
+    return partial(_copy, _plan(tuple(each), device), device)
+
+
+def _copy(plan: _Plan, device: torch.device, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     for came, to, chosen, owners, table in plan.by_kernel:
         if len(owners):
             with torch.accelerator.device_index(device.index):
@@ -116,3 +124,5 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
                 )
             counted = [targets[i] for i in chosen if not targets[i].is_inference()]
             torch.autograd.graph.increment_version(counted)
+    if plan.others:  # last: torch asks about each, while the kernels run
+        copies.copy_each([targets[i] for i in plan.others], [sources[i] for i in plan.others])

@@ -92,6 +92,7 @@ class Ops:
     checksums: Callable[..., Tensor]
     prepare_checksums: Callable[..., Callable[[], Tensor]]
     copy_each: Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+    prepare_copies: Callable[..., Callable[[Sequence[Tensor], Sequence[Tensor]], None]]
     quantise_rows: Callable[[Tensor, Tensor, Tensor], None]
 
     # -- what an implementation says about itself -------------------------------------------------------------------
@@ -148,6 +149,7 @@ REFERENCE = Ops(
     checksums=checksum.checksums,
     prepare_checksums=checksum.prepare_checksums,
     copy_each=copies.copy_each,
+    prepare_copies=copies.prepare_copies,
 )
 
 CPU = replace(

@@ -63,6 +63,7 @@ TRITON = replace(
     checksums=checksum.checksums,
     prepare_checksums=checksum.prepare_checksums,
     copy_each=copies.copy_each,
+    prepare_copies=copies.prepare_copies,
     static_plans=True,
     shared_from=attention_plan.LEAST_SHARED,
     attention_workspace=attention_plan.workspace_bytes,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from stoker.kernels.errors import UnsupportedModelError, WeightTransferError
 from stoker.rollout.binding import ModelBinding
@@ -18,6 +21,19 @@ class ExternalWeights:
     def __init__(self, binding: ModelBinding) -> None:
         self._binding = binding
         self._known = Known()
+
+    def as_before(self, weights: Any) -> Callable[[], int] | None:
+        """Of named tensors that were received before, and may hold other numbers now: puts them in service, and returns the bytes
+        that were written. None for all else.
+
+        The model may not have ``moved`` since it was bound, nor before the call. Little is asked of each tensor, while the device
+        waits for this.
+        """
+        form, source = self._known.form, self._binding.source
+        if form is None or form.places is not source.places or not isinstance(weights, dict):
+            return None
+        new = dict(weights)
+        return partial(self._write, partial(source.write, new, form)) if form.fits(new) else None
 
     def receive(self, weights: NewWeights) -> Staging:
         """New weights from elsewhere, checked and complete, to be put in service by ``put_in_service``.
@@ -46,6 +62,7 @@ class ExternalWeights:
             check_finite=self._binding.check_finite,
             known=self._known,
             passing=source.passing,
+            places=source.places,
         )
 
     def put_in_service(self, staged: Staging) -> int:
@@ -61,8 +78,12 @@ class ExternalWeights:
                 "the model's tensors were replaced or changed in this process while the other weights arrived: send again, "
                 "and call update_weights again. What arrived was not taken"
             )
+        return self._write(lambda: staged.commit(source.write))
+
+    def _write(self, write: Callable[[], int]) -> int:
+        source = self._binding.source
         try:
-            written = staged.commit(source.write)
+            written = write()
         except BaseException:
             source.spoil()
             raise

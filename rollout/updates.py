@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 from stoker.engine.core import EngineCore
@@ -21,7 +22,6 @@ from stoker.weight_sync.checksum import WeightReport
 from stoker.weight_sync.rank_agreement import in_step, ranks_of, telling
 from stoker.weight_sync.receiving import NewWeights
 from stoker.weight_sync.shards import is_sharded
-from stoker.weight_sync.staging import Staging
 
 _T = TypeVar("_T")
 
@@ -54,12 +54,15 @@ class WeightUpdates:
                 self._put_in_service(None, version)
             elif self._binding.moved():  # what arrives is to fit what there is now; the shell is another one then
                 self._between_steps("update its weights", self._rebind)
+            elif (write := self._external.as_before(weights)) is not None:  # all there: nothing else runs before
+                self._put_in_service(write, version)
+                weights = None
         if weights is not None:  # outside of the gate: while they come, others go on
             staged = self._external.receive(weights)
-            with self._loop.gate("update its weights"):
+            with self._loop.gate("update its weights"), uninterrupted():
                 check(idle=False)  # what has begun meanwhile goes on under these
                 self._check_above(version)
-                self._put_in_service(staged, version)
+                self._put_in_service(partial(self._external.put_in_service, staged), version)
         self.last_seconds = time.perf_counter() - start
 
     def _read_version(self, version: Any) -> int | None:
@@ -78,12 +81,14 @@ class WeightUpdates:
         if version is not None and version <= self.version:
             raise InvalidRequestError(f"version={version} is not above the present version {self.version}")
 
-    def _put_in_service(self, staged: Staging | None, version: int | None) -> None:
+    def _put_in_service(self, write: Callable[[], int] | None, version: int | None) -> None:
+        """write: puts weights from elsewhere in service, and returns the bytes written; None: the model's are."""
+
         def look() -> bool:
-            if staged is None:  # a glance: whatever starts afterwards calls ``notice`` first
+            if write is None:  # a glance: whatever starts afterwards calls ``notice`` first
                 self.last_bytes = self._look(self._binding.refresh, together=True)
             else:
-                self.last_bytes = self._look(lambda: self._external.put_in_service(staged))
+                self.last_bytes = self._look(write)
             # What is under way goes on under these weights, and what slots derive is made of them, before a call looks.
             derives = self._binding.shell.lora.derives
             now = self._core.has_work or any(map(derives, self._binding.adapters.weights.values()))
@@ -143,13 +148,14 @@ class WeightUpdates:
                 self._binding.shell.refresh()
             self._behind = self._told = self._is_new = False
 
-        self._between_steps("look at its weights", look, take)
+        with uninterrupted():
+            self._between_steps("look at its weights", look, take)
         self._binding.check_ready()
 
     def _between_steps(self, action: str, look: Callable[[], _T], take: Callable[[_T], None] = lambda _: None) -> None:
         """Look at weights and take them in one turn: others' steps may be under way, and run on the old ones or the new.
 
-        Where ``look`` fails, no request ends.
+        Where ``look`` fails, no request ends. To be called within ``uninterrupted``.
         """
 
         def change() -> BaseException | None:
@@ -160,7 +166,7 @@ class WeightUpdates:
             take(seen)
             return None
 
-        with self._loop.gate(action), uninterrupted():
+        with self._loop.gate(action):
             error = self._loop.do(action, change)
         if error is not None:
             raise error

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from stoker.kernels.errors import WeightsMismatchError, WeightsMovedError
 from stoker.weight_sync.bitsandbytes_state import is_packed, scales_of
 from stoker.weight_sync.checksum import checksums, prepare, unfit
+from stoker.weight_sync.form import Form
 from stoker.weight_sync.mirror import Consumer
 from stoker.weight_sync.module_tree import Tree
 from stoker.weight_sync.naming import main_dtype, named_tensors, unwrap
@@ -57,6 +58,7 @@ class AliasedSource:
         self._look: _Look | None = None
         self._tree: Tree | None = None  # as of ``bind``
         self.bound: Mapping[str, Tensor] = {}
+        self.places = object()
         self.optional: Collection[str] = ()
         self._scaled: list[tuple[nn.Module, Any]] = []  # modules with quantised weights, and these
         self._sums: list[int] | None = None
@@ -78,8 +80,8 @@ class AliasedSource:
     def hand_over(self, consumer: Consumer) -> None:
         """Does nothing: no weights pass through."""
 
-    def write(self, new: Mapping[str, Tensor]) -> int:
-        return copy_each([self.bound[name] for name in new], new.values())
+    def write(self, new: Mapping[str, Tensor], form: Form | None = None) -> int:
+        return copy_each([self.bound[name] for name in new], new.values(), form)
 
     def refuse(self, error: Exception) -> bool:
         """False: nobody waits for this rank."""
@@ -136,7 +138,7 @@ class AliasedSource:
     def bind(self) -> None:
         """Remember where every tensor lies now, so that ``moved`` can tell."""
         self._tree, named = Tree(self.module), list(named_tensors(self.module))
-        self.bound = {name: tensor for name, tensor, _ in named}
+        self.bound, self.places = {name: tensor for name, tensor, _ in named}, object()
         self.optional = {name for name, _, in_checkpoints in named if not in_checkpoints}
         self._bound, self._look = list(self._places()), None
         pairs = ((m, weight) for m in self.module.modules() for weight in m._parameters.values())

@@ -2,38 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter, eq
 from typing import Any
 
-import torch
 from torch import Tensor
 
-_traits = attrgetter("dtype", "shape", "device", "layout")
+from stoker.weight_sync.module_tree import layout_of
+
+# What is asked of each tensor besides its layout, in an order in which each can be asked for where those before it are what they
+# were. Of one at the same address, another storage changes nothing: what it overlaps is what it overlapped.
+_TRAITS = (type, attrgetter("layout"), attrgetter("device"), attrgetter("dtype"), attrgetter("shape"), Tensor.data_ptr)
+_Ask = Callable[[Any], Any]
 
 
 class Form:
     """All but the numbers of tensors that are given, and of those whose place they take.
 
     A trainer gives the same ones step after step, and to judge each anew asks Python some ten times about it, while the device
-    waits. Holds no tensor.
+    waits. Holds no tensor. places: of the targets, as ``WeightSource.places``. copy: how the one is copied to the other, once that
+    is found out, as ``Ops.prepare_copies`` tells.
     """
 
-    def __init__(self, given: Mapping[str, Tensor], targets: Mapping[str, Tensor], optional: Collection[str]) -> None:
-        self._lists, self._optional = list(_lists(given, targets)), optional
+    def __init__(
+        self,
+        given: Mapping[str, Tensor],
+        targets: Mapping[str, Tensor],
+        optional: Collection[str],
+        places: object = None,
+    ) -> None:
+        self.places = places
+        self.copy: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None
+        self._given, self._targets = _traits(given), _traits(targets)
+        self._ids, self._optional = list(map(id, targets.values())), optional  # of one that is tied, the same
 
     def same(self, given: Mapping[str, Any], targets: Mapping[str, Tensor], optional: Collection[str]) -> bool:
         """Whether these are like them, each in the memory that it was in."""
-        return optional == self._optional and all(map(eq, _lists(given, targets), self._lists))
+        same = optional == self._optional and list(map(id, targets.values())) == self._ids
+        return same and _have(targets, *self._targets) and self.fits(given)
+
+    def fits(self, given: Mapping[str, Any]) -> bool:
+        """Whether these are like those that were given, where the targets are known to be what they were."""
+        return _have(given, *self._given)
 
 
-def _lists(given: Mapping[str, Any], targets: Mapping[str, Tensor]) -> Iterator[list[Any]]:
-    """What a form consists of. Of what is given, each list can be asked for where those before it are what they were."""
-    yield list(map(id, targets.values()))  # of one that is tied, the same
-    for tensors in (targets, given):
-        values = list(tensors.values())
-        yield list(tensors)
-        yield list(map(type, values))
-        yield list(map(_traits, values))
-        yield list(map(Tensor.data_ptr, values))
-        yield list(map(torch.UntypedStorage.data_ptr, map(Tensor.untyped_storage, values)))
+def _traits(tensors: Mapping[str, Tensor]) -> tuple[list[str], list[tuple[_Ask, list[Any]]]]:
+    """Names; and what was asked of the tensors, with the answers."""
+    asked: tuple[_Ask, ...] = (*_TRAITS, layout_of(tensors.values()))
+    return list(tensors), [(ask, list(map(ask, tensors.values()))) for ask in asked]
+
+
+def _have(tensors: Mapping[str, Any], names: list[str], traits: Sequence[tuple[_Ask, list[Any]]]) -> bool:
+    """Whether tensors have these. No answer is kept while others are asked for: of hundreds, Python would collect garbage."""
+    values = list(tensors.values())
+    return list(tensors) == names and all(all(map(eq, map(ask, values), answers)) for ask, answers in traits)

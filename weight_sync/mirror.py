@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.host_memory import OffloadableMemory, StableBuffers
+from stoker.weight_sync.form import Form
 from stoker.weight_sync.staging import copy_each
 
 _ALIGNMENT = 256  # bytes
@@ -70,11 +71,12 @@ class Mirror(OffloadableMemory):
         self.tensors.update({other: self.tensors[first] for other, first in aliases.items()})
         self.complete = False
         self.consumer: Consumer | None = None
+        self.places = object()  # as of ``WeightSource``
 
-    def write(self, new: Mapping[str, Tensor]) -> int:
-        """Write new tensors; returns the bytes that were written, the consumer's included."""
+    def write(self, new: Mapping[str, Tensor], form: Form | None = None) -> int:
+        """Write new tensors; returns the bytes that were written, the consumer's included. form: as for ``WeightSource.write``."""
         kept = {name: tensor for name, tensor in new.items() if name not in self.passing}
-        written = copy_each([self.tensors[name] for name in kept], kept.values())
+        written = copy_each([self.tensors[name] for name in kept], kept.values(), form)
         for names in self.let_through(new):
             assert self.consumer is not None
             written += self.consumer.refresh(names)
@@ -94,6 +96,10 @@ class Mirror(OffloadableMemory):
         """Give all memory back, and lose its content: after ``restore`` a complete update has to come."""
         self.complete = False
         super().release()
+
+    def restore(self) -> None:
+        self.places = object()
+        super().restore()
 
     @contextmanager
     def room(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ from stoker.kernels.host_memory import StableBuffers
 from stoker.weight_sync.bitsandbytes_state import give_state, with_scales
 from stoker.weight_sync.change_detection import Changes, Look
 from stoker.weight_sync.checksum import in_doubt, unfit
+from stoker.weight_sync.form import Form
 from stoker.weight_sync.gather import MEMORY_BYTES, prepare
 from stoker.weight_sync.mirror import Consumer, Mirror
 from stoker.weight_sync.mirror_comparison import compare
@@ -143,6 +144,10 @@ class MirroredSource:
         return self.tensors()
 
     @property
+    def places(self) -> object:
+        return None if self.mirror is None else self.mirror.places
+
+    @property
     def passing(self) -> frozenset[str]:
         return frozenset() if self.mirror is None else self.mirror.passing
 
@@ -189,9 +194,9 @@ class MirroredSource:
         self.mirror.complete |= not self._adapters  # adapters did not come, and may have been dropped
         self._from_elsewhere, self._seen = True, {}
 
-    def write(self, new: Mapping[str, Tensor]) -> int:
+    def write(self, new: Mapping[str, Tensor], form: Form | None = None) -> int:
         assert self.mirror is not None
-        return self.mirror.write(new)
+        return self.mirror.write(new, form)
 
     def spoil(self) -> None:
         assert self.mirror is not None

@@ -26,10 +26,11 @@ def receive(
     check_finite: bool,
     known: Known | None = None,
     passing: Collection[str] = (),
+    places: object = None,
 ) -> Staging:
     """The new weights, checked, beside ``targets``, which are not touched. A transfer brings those that differ.
 
-    known, passing: as for ``Staging``; what is known is for the next call. Raises ``WeightsMismatchError`` naming all that
+    known, passing: as for ``Staging``; what is known is for the next call. places: of the targets, for ``Form``. Raises ``WeightsMismatchError`` naming all that
     does not fit, ``WeightTransferError`` where they did not arrive.
     """
     known = Known() if known is None else known
@@ -37,12 +38,13 @@ def receive(
     if isinstance(weights, Mapping):
         weights = dict(weights)
         if known.form is not None and known.form.same(weights, targets, optional):
+            known.form.places = places
             staging.hold_as_before(weights)
             return staging
         known.form = None
         _refuse(staging([spec_of(name, tensor) for name, tensor in weights.items()]))
         if staging.hold(weights):
-            known.form = Form(weights, targets, optional)
+            known.form = Form(weights, targets, optional, places)
     elif isinstance(weights, WeightTransfer):
         _from_transfer(weights, staging)
         return staging

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.weight_sync.aliased_source import AliasedSource
 from stoker.weight_sync.bitsandbytes_state import has_eight_bits
+from stoker.weight_sync.form import Form
 from stoker.weight_sync.mirror import Consumer
 from stoker.weight_sync.mirrored_source import MirroredSource
 from stoker.weight_sync.naming import engine_dtypes, named_tensors, unwrap, walk
@@ -68,6 +69,10 @@ class WeightSource(Protocol):
         """The tensors as of ``bind``, which are those of now unless they have ``moved``: what ``write`` writes to."""
 
     @property
+    def places(self) -> object:
+        """The same object as long as ``bound`` has the same tensors, and these lie where they did, unless they have ``moved``."""
+
+    @property
     def optional(self) -> Collection[str]:
         """The names of buffers among them that no checkpoint has."""
 
@@ -107,8 +112,11 @@ class WeightSource(Protocol):
     def catch_up(self) -> bool:
         """Take changes that nobody announced; returns whether there were any. It never communicates, and sees none in shards."""
 
-    def write(self, new: Mapping[str, Tensor]) -> int:
-        """Take tensors from elsewhere, by name; returns the bytes written. ``overwritten`` or ``spoil`` comes after it."""
+    def write(self, new: Mapping[str, Tensor], form: Form | None = None) -> int:
+        """Take tensors from elsewhere, by name; returns the bytes written. ``overwritten`` or ``spoil`` comes after it.
+
+        form: theirs and that of ``bound``, where it is known to be that of now.
+        """
 
     def overwritten(self) -> None:
         """Note that the tensors hold weights from elsewhere now, all of them."""

@@ -227,12 +227,25 @@ class Staging:
         return write(new)
 
 
-def copy_each(targets: Sequence[Tensor], sources: Iterable[Tensor]) -> int:
-    """Cast-copies, on a device one kernel for all of like kind. Returns the bytes that were written."""
+def copy_each(targets: Sequence[Tensor], sources: Iterable[Tensor], form: Form | None = None) -> int:
+    """Cast-copies, on a device one kernel for all of like kind. Returns the bytes that were written.
+
+    form: of sources and targets that are known to be like it now; it keeps how they are copied.
+    """
     if targets:
-        to, came = ([t if type(t) in _PLAIN else t.detach() for t in tensors] for tensors in (targets, sources))
-        ops_for(to[0].device).copy_each(to, came)
+        to, came = map(_plain, (targets, list(sources)))
+        if form is None:
+            ops_for(to[0].device).copy_each(to, came)
+        else:
+            form.copy = form.copy or ops_for(to[0].device).prepare_copies(to, came)
+            form.copy(to, came)
     return sum(map(_nbytes, targets))
+
+
+def _plain(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    if _PLAIN.issuperset(map(type, tensors)):
+        return tensors
+    return [t if type(t) in _PLAIN else t.detach() for t in tensors]
 
 
 def same_place(a: Tensor | None, b: Tensor) -> bool:

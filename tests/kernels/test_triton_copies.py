@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -79,3 +80,18 @@ def test_of_inference_tensors() -> None:
         target = torch.zeros(64, device=DEVICE)
     TRITON.copy_each([target], [torch.ones(64, device=DEVICE)])
     assert isinstance(target, Tensor) and target.eq(1).all()
+
+
+def test_what_is_prepared_copies_other_numbers_and_keeps_nothing() -> None:
+    sources = [torch.randn(n, device=DEVICE) for n in (50, 4097)] + [torch.randn(60, 40, device=DEVICE).t()]
+    targets = [torch.zeros_like(t, dtype=torch.float16) for t in sources]
+    for ops in (TRITON, REFERENCE):
+        copy = ops.prepare_copies(targets, sources)
+        for _ in range(2):
+            for t in sources:
+                t.normal_()
+            copy(targets, sources)
+            assert all(torch.equal(to, t.half()) for to, t in zip(targets, sources, strict=True))
+    each = [weakref.ref(t) for t in (*targets, *sources)]
+    del targets, sources, t
+    assert not any(ref() is not None for ref in each)

@@ -87,6 +87,7 @@ CHANGES: dict[str, Callable[[dict[str, Tensor], dict[str, Tensor]], object]] = {
     "another order": lambda given, targets: given.update(a=given.pop("a")),
     "another dtype": lambda given, targets: given.update(b=given["b"].double()),
     "none, but for the object": lambda given, targets: given.update(b=given["b"].detach()),
+    "its own transpose": lambda given, targets: given.update(b=given["b"].T),
     "a parameter": lambda given, targets: given.update(b=nn.Parameter(given["b"])),
     "a target elsewhere": lambda given, targets: targets.update(b=targets["b"].clone()),
     "a target of another dtype": lambda given, targets: targets.update(b=targets["b"].bfloat16()),
@@ -147,6 +148,16 @@ def test_numbers_that_matter_are_looked_at_each_time(why: str) -> None:
     given["b"][2, 3] = torch.inf if why == "finite" else 1e6
     with pytest.raises(WeightsMismatchError, match=re.escape("b ")):
         update(given, targets, known, finite=why == "finite")
+
+
+def test_what_is_empty_has_to_be_in_memory_too() -> None:
+    known = Known()
+    given, targets = some()
+    given["d"], targets["d"] = torch.empty(0), torch.empty(0)
+    update(given, targets, known)
+    given["d"] = torch.empty(0, device="meta")  # at the same address, if it has any
+    with pytest.raises(InvalidRequestError, match="d is on the meta device"):
+        update(given, targets, known)
 
 
 def test_targets_that_are_exchanged_are_so_each_time() -> None:
