@@ -35,10 +35,11 @@ AHEAD_SHARED = (64 * 1024, 90 * 1024)
 _FEW = 1024  # tokens; up to so many get tiles of 16, more get tall ones
 _LOW = 8  # tokens of a tile, where each slot has about as many
 _FEW_PAIRS = 256  # of a token and an expert
-_MOST_SPLITS = 256  # of one rank
+_MOST_SPLITS = 256  # of one rank; of many tokens, which have more programs anyway, half as many
+_MANY = 64
 _LEAST_SPAN = 512  # of a split: below it, adding its sum costs more than it saves
 _MOST_SPLITS_AHEAD = 4  # a program that reads more at a time finishes sooner beside a product
-_PROGRAMS_AHEAD = 5  # of an expand, for each multiprocessor: all of them and the product's are there at once
+_PROGRAMS_AHEAD = 5.5  # of an expand, for each multiprocessor: all of them and the product's are there at once
 _MOST_COMPARED = 8192  # numbers that a program holds at a time, of tokens by slots
 
 
@@ -244,7 +245,8 @@ def _splits(tokens: int, depth: int, rank: int, deterministic: bool) -> int:
     Only powers of two, as a kernel is compiled for each number; and fewer for high ranks, which have more programs anyway.
     Where deterministic, it does not depend on the other adapters' ranks.
     """
-    most = 4 if deterministic else _MOST_SPLITS // rank if tokens <= _FEW else 1
+    most = _MOST_SPLITS // (2 if tokens > _MANY else 1) // rank if tokens <= _FEW else 1
+    most = 4 if deterministic else most
     splits = 1
     while splits < most and depth >= 2 * splits * _LEAST_SPAN:
         splits *= 2

@@ -27,6 +27,22 @@ def goes_ahead(table: LoraTable, dtype: torch.dtype) -> bool:
     return plain and known and table.max_rank <= _MOST_RANK and all(width % 16 == 0 for width in table.widths)
 
 
+@triton.jit
+def _part_of_b(b_ptr, columns, ranks, width, rank):
+    places = b_ptr + columns[:, None] * rank + ranks[None, :]
+    return tl.load(places, mask=(columns < width)[:, None] & (ranks < rank)[None, :], other=0.0)
+
+
+@triton.jit
+def _before(residual_rows, columns, known, width, RESIDUAL: tl.constexpr):
+    """Some columns of the residual, fp32 [M, N]; known: of rows, [M, 1]."""
+    if RESIDUAL:
+        inside = known & (columns < width)[None, :]
+        return tl.load(residual_rows + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    else:
+        return tl.zeros((known.shape[0], columns.shape[0]), tl.float32)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def expand_ahead_kernel(
     hidden_ptr,
@@ -54,7 +70,7 @@ def expand_ahead_kernel(
     """out [T, all_width]: the residual, or zeros, and what adapters add, of a tile of tokens of one slot by SPAN columns.
 
     hidden: as ``shrink_kernel``'s. The product is let up at once, so this one has few programs and takes little room. What they
-    expand is on its way to L2 while the shrink runs.
+    expand is read, or of several blocks of columns on its way to L2, while the shrink runs.
     """
     let_next_up(DEPENDENT)
     rows = tl.load(rows_ptr + tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
@@ -72,22 +88,28 @@ def expand_ahead_kernel(
     rank, b_ptr = rank_of(entry, True), matrix_of(entry + 1, DTYPE, True)  # both 0 of slot 0
     scale = tl.load(entry + 5).to(tl.float64, bitcast=True).to(tl.float32)
     ranks = tl.arange(0, RANK)
-    if DEPENDENT:  # noqa: SIM102 - known when it is compiled
+    known = (rows >= 0)[:, None]
+    out_ptr += rows[:, None] * all_width + offset
+    residual_ptr += rows[:, None] * residual_stride + offset
+    columns = first + tl.arange(0, BLOCK_N)
+    if SPAN == BLOCK_N:
+        b = _part_of_b(b_ptr, columns, ranks, width, rank)
+        before = _before(residual_ptr, columns, known, width, RESIDUAL)
+    elif DEPENDENT:  # noqa: SIM102 - known when it is compiled
         if rank > 0:
             fetch(b_ptr + first * rank + tl.arange(0, 1), SPAN * RANK, tl.minimum(SPAN, width - first) * rank - 1)
     await_end(DEPENDENT)
     splits = (tl.arange(0, SPLITS)[:, None, None] * LINEARS + linear).to(tl.int64)
     place = hidden_ptr + (splits * tokens + rows[None, :, None]) * RANK + ranks[None, None, :]
-    known = (rows >= 0)[None, :, None] & (ranks < rank)[None, None, :]
-    hidden = tl.sum(tl.load(place, mask=known, other=0.0, cache_modifier=".cg"), axis=0).to(out_ptr.dtype.element_ty)
-    out_ptr += rows[:, None] * all_width + offset
-    residual_ptr += rows[:, None] * residual_stride + offset
-    for at in tl.range(first, tl.minimum(first + SPAN, width), BLOCK_N, num_stages=3):
-        columns = at + tl.arange(0, BLOCK_N)
-        wide, inside = (columns < width)[:, None], (rows >= 0)[:, None] & (columns < width)[None, :]
-        places = b_ptr + columns[:, None] * rank + ranks[None, :]
-        b = tl.load(places, mask=wide & (ranks < rank)[None, :], other=0.0).to(hidden.dtype)
-        added = tl.dot(hidden, tl.trans(b), input_precision="ieee") * scale
-        if RESIDUAL:
-            added += tl.load(residual_ptr + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        tl.store(out_ptr + columns[None, :], added, mask=inside)
+    hidden = tl.load(place, mask=known[None] & (ranks < rank)[None, None, :], other=0.0, cache_modifier=".cg")
+    hidden = tl.sum(hidden, axis=0).to(out_ptr.dtype.element_ty)
+    if SPAN == BLOCK_N:
+        added = tl.dot(hidden, tl.trans(b.to(hidden.dtype)), input_precision="ieee") * scale + before
+        tl.store(out_ptr + columns[None, :], added, mask=known & (columns < width)[None, :])
+    else:
+        for at in tl.range(first, tl.minimum(first + SPAN, width), BLOCK_N, num_stages=3):
+            columns = at + tl.arange(0, BLOCK_N)
+            b = _part_of_b(b_ptr, columns, ranks, width, rank)
+            before = _before(residual_ptr, columns, known, width, RESIDUAL)
+            added = tl.dot(hidden, tl.trans(b.to(hidden.dtype)), input_precision="ieee") * scale + before
+            tl.store(out_ptr + columns[None, :], added, mask=known & (columns < width)[None, :])
