@@ -10,8 +10,8 @@ from torch import Tensor
 
 from stoker.weight_sync.module_tree import layout_of
 
-# What is asked of each tensor besides its layout, in an order in which each can be asked for where those before it are what they
-# were. Of one at the same address, another storage changes nothing: what it overlaps is what it overlapped.
+# What is asked of each tensor besides its layout, in an order in which each can be asked for where those before it are what
+# they were. Of one at the same address, another storage changes nothing: what it overlaps is what it overlapped.
 _TRAITS = (type, attrgetter("layout"), attrgetter("device"), attrgetter("dtype"), attrgetter("shape"), Tensor.data_ptr)
 _Ask = Callable[[Any], Any]
 
@@ -20,8 +20,8 @@ class Form:
     """All but the numbers of tensors that are given, and of those whose place they take.
 
     A trainer gives the same ones step after step, and to judge each anew asks Python some ten times about it, while the device
-    waits. Holds no tensor. places: of the targets, as ``WeightSource.places``. copy: how the one is copied to the other, once that
-    is found out, as ``Ops.prepare_copies`` tells.
+    waits. Holds no tensor. places: of the targets, as ``WeightSource.places``. copy: how the one is copied to the other, as
+    ``Ops.prepare_copies`` tells, once it is known.
     """
 
     def __init__(

@@ -259,6 +259,26 @@ def test_an_update_in_place_does_not_wait_for_the_trainers_step() -> None:
         as_the_model_says(engine.generate_batch(prompts(2), SamplingParams(max_tokens=5, seed=1)), model)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@torch.no_grad()
+def test_named_tensors_that_come_again_do_not_wait_for_the_device(dtype: str) -> None:
+    """Be they those of the model, or of a mirror, before their copy is launched or after. Others are seen by their device, too."""
+    model: Any = make_model("llama", num_hidden_layers=1).eval()
+    with on_cuda(model, dtype=dtype) as (engine, device):
+        new = {name: p.clone() for name, p in model.named_parameters()}
+        for round_ in range(3):
+            torch._foreach_mul_([*new.values()], 0.9)
+            device.waits.clear()
+            engine.update_weights(new)
+            assert round_ == 0 or not device.waits
+            now = engine._binding.source.tensors()
+            assert all(torch.equal(now[name], tensor.to(now[name].dtype)) for name, tensor in new.items())
+        name = next(iter(new))
+        new[name] = new[name].mul(0.9).cpu()
+        engine.update_weights(new)
+        assert torch.equal(now[name].cpu(), new[name].to(now[name].dtype))
+
+
 def test_adapters_that_come_and_change_and_go() -> None:
     """By the kernels that a device has for them."""
     model, other = (get_peft_model(make_model("llama", num_hidden_layers=1), lora()).eval() for _ in range(2))

@@ -53,6 +53,16 @@ def test_another_order_of_the_same_is_no_change() -> None:
     assert not tree.same()
 
 
+def test_strides_of_tensors_that_are_not_contiguous() -> None:
+    model, memory = nn.Linear(6, 6), torch.zeros(6 * 18)
+    model.register_buffer("strided", memory.as_strided((6, 6), (12, 2)))
+    for strides in ((18, 3), (6, 1), (12, 2)):
+        tree = Tree(model)
+        assert tree.same()
+        model.strided.data = memory.as_strided((6, 6), strides)
+        assert not tree.same(), strides
+
+
 @pytest.mark.parametrize("under_way", [False, True])
 def test_another_layout_is_taken_before_anything_is_sampled(under_way: bool) -> None:
     """By the update itself where requests wait to go on, else by what starts next, and counted once."""
