@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stoker.kernels.reference import linear as reference
+from stoker.kernels.reference.lora import AdapterRows, LoraTable, lora
 from stoker.kernels.reference.norm_rotary import Activation, Norm, act_mul, rms_norm
 
 _LEAST_NUMBERS = 2**18  # of a weight
@@ -70,6 +71,32 @@ def linear(
     if gated is not None:
         out = act_mul(out, gated)
     return out if residual is None else torch.add(residual, out, alpha=scale, out=residual if in_place else None)
+
+
+def adapted(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    table: LoraTable,
+    rows: AdapterRows,
+    *,
+    gated: Activation | None = None,
+    residual: Tensor | None = None,
+    in_place: bool = False,
+    row_scales: Tensor | None = None,
+) -> Tensor:
+    """``linear``, then ``lora``.
+
+    Where adapters only add, the product is added to what they add: of a small model, a result and an addition to it take as
+    long as the sums of many adapters.
+    """
+    if residual is None and bias is None and x.dtype == weight.dtype == torch.float32 and not _takes(x, weight):
+        out = rows.sums(x, table)
+        if out is not None:
+            out.addmm_(x, weight.t())
+            return out if gated is None else act_mul(out, gated)
+    out = linear(x, weight, bias, residual=residual, in_place=in_place, row_scales=row_scales)
+    return lora(x, out, table, rows, gated)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

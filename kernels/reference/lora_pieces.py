@@ -104,7 +104,7 @@ class Bags:
         parts = [(part, part.b.flatten(0, 1), *self._of(*part.sums)) for part in stack.for_sums]
         shrink = stack.a.flatten(0, 1), rows, starts
         if self.tokens is None and len(parts) == 1 and parts[0][0].plain:
-            return partial(_add_sums, shrink, parts[0][1:4])
+            return Sums(shrink, parts[0][1:4])
         return partial(self._change, shrink, parts)
 
     def _change(
@@ -132,17 +132,29 @@ class Bags:
                 target.index_copy_(0, self.tokens, before.add_(delta))
 
 
-def _add_sums(a: tuple[Tensor, Tensor, Tensor], b: tuple[Tensor, Tensor, Tensor], x: Tensor, out: Tensor) -> None:
-    """Add what matrices alone do, in one part, where all tokens have an adapter.
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What matrices alone add, in one part, where all tokens have an adapter: known without the output.
 
     Of a small model, calls from Python and views take as long as a fifth of the sums, so there are as few as can be.
     """
-    matrix, rows, starts = a
-    x = x if x.dtype == matrix.dtype else x.type_as(matrix)
-    hidden = torch._embedding_bag_forward_only(matrix, rows, starts, False, 0, False, x.reshape(-1), True)[0]
-    matrix, rows, starts = b
-    sums = torch._embedding_bag_forward_only(matrix, rows, starts, False, 0, False, hidden.view(-1), True)[0]
-    out.add_(sums.view_as(out))
+
+    a: tuple[Tensor, Tensor, Tensor]  # a matrix, and what ``Bags`` says of its rows
+    b: tuple[Tensor, Tensor, Tensor]
+
+    def of(self, x: Tensor) -> Tensor:
+        """x: [T, D]. Returns [T * parts, N / parts], in the matrices' dtype."""
+        matrix, rows, starts = self.a
+        x = x if x.dtype == matrix.dtype else x.type_as(matrix)
+        hidden = torch._embedding_bag_forward_only(matrix, rows, starts, False, 0, False, x.reshape(-1), True)[0]
+        matrix, rows, starts = self.b
+        sums: Tensor = torch._embedding_bag_forward_only(matrix, rows, starts, False, 0, False, hidden.view(-1), True)[
+            0
+        ]
+        return sums
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        out.add_(self.of(x).view_as(out))
 
 
 def _sums(matrix: Tensor, rows: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
