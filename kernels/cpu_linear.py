@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stoker.kernels.reference import linear as reference
-from stoker.kernels.reference.lora import AdapterRows, LoraTable, lora
+from stoker.kernels.reference.lora import AdapterRows, LoraTable
+from stoker.kernels.reference.lora_pieces import Sums
 from stoker.kernels.reference.norm_rotary import Activation, Norm, act_mul, rms_norm
 
 _LEAST_NUMBERS = 2**18  # of a weight
@@ -90,13 +91,15 @@ def adapted(
     Where adapters only add, the product is added to what they add: of a small model, a result and an addition to it take as
     long as the sums of many adapters.
     """
-    if residual is None and bias is None and x.dtype == weight.dtype == torch.float32 and not _takes(x, weight):
-        out = rows.sums(x, table)
-        if out is not None:
-            out.addmm_(x, weight.t())
-            return out if gated is None else act_mul(out, gated)
-    out = linear(x, weight, bias, residual=residual, in_place=in_place, row_scales=row_scales)
-    return lora(x, out, table, rows, gated)
+    change = rows.change_of(table)
+    plain = residual is None and bias is None and x.dtype == weight.dtype == torch.float32
+    if plain and isinstance(change, Sums) and change.b[0].dtype == x.dtype and not _takes(x, weight):
+        out = change.of(x).view(len(x), -1).addmm_(x, weight.t())
+    else:
+        out = linear(x, weight, bias, residual=residual, in_place=in_place, row_scales=row_scales)
+        if change is not None:
+            change(x, out)
+    return out if gated is None else act_mul(out, gated)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stoker.kernels.host_memory import to_device
 from stoker.kernels.reference.adapter_weights import LoraWeights
-from stoker.kernels.reference.lora_pieces import Pieces, Sums, change
+from stoker.kernels.reference.lora_pieces import Pieces, change
 from stoker.kernels.reference.lora_stacks import Stacks
 from stoker.kernels.reference.norm_rotary import Activation, act_mul
 
@@ -73,8 +73,8 @@ class AdapterRows:
             self._pieces[stacks] = stacks.version, pieces
         return pieces
 
-    def _change_of(self, table: LoraTable) -> Callable[[Tensor, Tensor], None] | None:
-        """What changes an output. What that needs to know of a table is looked up once, not at every step."""
+    def change_of(self, table: LoraTable) -> Callable[[Tensor, Tensor], None] | None:
+        """What changes an output; None: nothing does. It is looked up once, not at every step. For a CPU."""
         version, change = self._ready.get(table, (None, None))
         if version != table.stacks.version:
             pieces = self.through(table.stacks)
@@ -85,16 +85,9 @@ class AdapterRows:
 
     def adapt(self, x: Tensor, out: Tensor, table: LoraTable) -> None:
         """As ``lora``. For a CPU."""
-        change = self._change_of(table)
+        change = self.change_of(table)
         if change is not None:
             change(x, out)
-
-    def sums(self, x: Tensor, table: LoraTable) -> Tensor | None:
-        """What ``adapt`` adds to any output, [T, N]. None where it reads the output, or has another dtype than ``x``."""
-        change = self._change_of(table)
-        if isinstance(change, Sums) and change.b[0].dtype == x.dtype:
-            return change.of(x).view(len(x), -1)
-        return None
 
 
 # Addresses of a, b, gain and shift, rank, the bits of an fp64 scale, and the strides of a and b.
