@@ -155,6 +155,7 @@ REFERENCE = Ops(
 CPU = replace(
     REFERENCE,
     linear=cpu_linear.linear,
+    adapted_linear=cpu_linear.adapted,
     plan_attention=cpu_attention.plan_attention,
     paged_attention=cpu_attention.paged_attention,
     gated_delta_rule=cpu_recurrent.gated_delta_rule,

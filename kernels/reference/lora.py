@@ -73,14 +73,19 @@ class AdapterRows:
             self._pieces[stacks] = stacks.version, pieces
         return pieces
 
-    def adapt(self, x: Tensor, out: Tensor, table: LoraTable) -> None:
-        """As ``lora``. What it needs to know of a table is looked up once, not at every step. For a CPU."""
+    def change_of(self, table: LoraTable) -> Callable[[Tensor, Tensor], None] | None:
+        """What changes an output; None: nothing does. It is looked up once, not at every step. For a CPU."""
         version, change = self._ready.get(table, (None, None))
         if version != table.stacks.version:
             pieces = self.through(table.stacks)
             stack = table.stacks.of(table)
             change = None if pieces is None or not stack.parts else pieces.through(stack)
             self._ready[table] = table.stacks.version, change
+        return change
+
+    def adapt(self, x: Tensor, out: Tensor, table: LoraTable) -> None:
+        """As ``lora``. For a CPU."""
+        change = self.change_of(table)
         if change is not None:
             change(x, out)
 

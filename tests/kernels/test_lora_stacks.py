@@ -11,12 +11,13 @@ from lora_oracle import check, dense, make_table
 from torch import Tensor
 from triton_oracle import DEVICE, assert_close, randn, unwritten_is_nan  # noqa: F401
 
-from stoker.kernels.ops import REFERENCE
+from stoker.kernels.ops import CPU, REFERENCE
 from stoker.kernels.reference import lora_stacks
 from stoker.kernels.reference.adapter_weights import LoraWeights
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
-from stoker.kernels.reference.lora_pieces import Bags, OneByOne, Together
+from stoker.kernels.reference.lora_pieces import Bags, OneByOne, Sums, Together
 from stoker.kernels.reference.lora_stacks import Stacks
+from stoker.kernels.reference.norm_rotary import Activation, act_mul
 
 # Slots of each token, and whether the tokens that have an adapter are taken as they lie.
 MIXED = {
@@ -273,3 +274,31 @@ def test_part_of_the_rows() -> None:
     assert AdapterRows(torch.tensor([0, 2, 2, 4, 0])).by_slot == (slice(1, 4), [(2, 0, 2), (4, 2, 3)])
     assert AdapterRows(torch.tensor([2, 2])).by_slot == (slice(0, 2), [(2, 0, 2)])
     assert AdapterRows(torch.tensor([4, 4, 2, 2])).by_slot == (slice(0, 4), [(4, 0, 2), (2, 2, 4)])
+
+
+@pytest.mark.parametrize("way", ["plain", "gated", "residual", "bias", "bf16", "some without", "gain", "one by one"])
+def test_a_product_is_added_to_what_adapters_add(way: str) -> None:
+    """Where that is known without the product. A NaN of an adapter reaches no other adapter's tokens."""
+    dtype = torch.bfloat16 if way == "bf16" else torch.float32
+    table = make_table([16, 24], 33, {1: 3, 2: 8, 4: 1}, dtype, gains=(1,) if way == "gain" else ())
+    slots = {"some without": [1, 0, 2, 4], "one by one": [2] * 4}.get(way, [1, 4, 2, 4])
+    x, weight, rows = randn(4, 33), randn(40, 33), AdapterRows(torch.tensor(slots, device=DEVICE))
+    bias, residual = randn(40) if way == "bias" else None, randn(4, 40) if way == "residual" else None
+    product = x @ weight.T + (0 if bias is None else bias) + (0 if residual is None else residual)
+    expected = dense(x, product, table, rows.slots)
+    gated: Activation | None = "silu" if way == "gated" else None
+    expected = expected if gated is None else act_mul(expected, gated)
+
+    def run() -> Tensor:
+        assert CPU.adapted_linear is not None
+        out = CPU.adapted_linear(x, weight, bias, table, rows, gated=gated, residual=residual)
+        return out.type(dtype)
+
+    for _ in range(2):  # steps
+        assert_close(run(), expected, dtype)
+    table.weights[1][4].a.fill_(torch.nan)
+    table.stacks.forget()
+    out, others = run(), torch.tensor([slot != 4 for slot in slots], device=DEVICE)
+    assert_close(out[others], expected[others], dtype)
+    assert out[~others].isnan().any(1).all()
+    assert isinstance(rows.change_of(table), Sums) == (way not in ("some without", "gain", "one by one"))
