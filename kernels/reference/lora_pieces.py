@@ -103,8 +103,9 @@ class Bags:
         rows, starts, _ = self._of(stack.a.shape[1])
         parts = [(part, part.b.flatten(0, 1), *self._of(*part.sums)) for part in stack.for_sums]
         shrink = stack.a.flatten(0, 1), rows, starts
-        if self.tokens is None and len(parts) == 1 and parts[0][0].plain:
-            return Sums(shrink, parts[0][1:4])
+        if len(parts) == 1 and parts[0][0].plain:
+            _, b, rows, _, of_all = parts[0]
+            return Sums(shrink, (b, rows, of_all), self.tokens)
         return partial(self._change, shrink, parts)
 
     def _change(
@@ -134,17 +135,19 @@ class Bags:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What matrices alone add, in one part, where all tokens have an adapter: known without the output.
+    """What matrices alone add, in one part: known without the output.
 
     Of a small model, calls from Python and views take as long as a fifth of the sums, so there are as few as can be.
     """
 
     a: tuple[Tensor, Tensor, Tensor]  # a matrix, and what ``Bags`` says of its rows
     b: tuple[Tensor, Tensor, Tensor]
+    tokens: Tensor | None  # as of ``Bags``
 
     def of(self, x: Tensor) -> Tensor:
         """x: [T, D]. Returns [T * parts, N / parts], in the matrices' dtype."""
         matrix, rows, starts = self.a
+        x = x if self.tokens is None else x.index_select(0, self.tokens)
         x = x if x.dtype == matrix.dtype else x.type_as(matrix)
         hidden = torch._embedding_bag_forward_only(matrix, rows, starts, False, 0, False, x.reshape(-1), True)[0]
         matrix, rows, starts = self.b
