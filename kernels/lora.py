@@ -245,8 +245,10 @@ def _splits(tokens: int, depth: int, rank: int, deterministic: bool) -> int:
     Only powers of two, as a kernel is compiled for each number; and fewer for high ranks, which have more programs anyway.
     Where deterministic, it does not depend on the other adapters' ranks.
     """
-    most = _MOST_SPLITS // (2 if tokens > _MANY else 1) // rank if tokens <= _FEW else 1
-    most = 4 if deterministic else most
+    if deterministic:
+        most = 4
+    else:
+        most = _MOST_SPLITS // (2 if tokens > _MANY else 1) // rank if tokens <= _FEW else 1
     splits = 1
     while splits < most and depth >= 2 * splits * _LEAST_SPAN:
         splits *= 2

@@ -1,7 +1,8 @@
 """Adapters ahead of a streamed product: they run first, and the product comes up beside them and adds what they give at its end.
 
-So most of their time is the product's own, and their sums make no way through memory and back. It takes adapters that only add:
-where one looks at what the product gave (DoRA), it comes after it.
+A product takes all that memory gives, and beside it each of the adapters' few loads, which wait for one another, takes several
+times as long; before it they are short. And nobody reads the product's result again to add to it. It takes adapters that only
+add: where one looks at what the product gave (DoRA), it comes after it.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

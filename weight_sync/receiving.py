@@ -30,8 +30,8 @@ def receive(
 ) -> Staging:
     """The new weights, checked, beside ``targets``, which are not touched. A transfer brings those that differ.
 
-    known, passing: as for ``Staging``; what is known is for the next call. places: of the targets, for ``Form``. Raises ``WeightsMismatchError`` naming all that
-    does not fit, ``WeightTransferError`` where they did not arrive.
+    known, passing: as for ``Staging``; what is known is for the next call. places: of the targets, for ``Form``. Raises
+    ``WeightsMismatchError`` naming all that does not fit, ``WeightTransferError`` where they did not arrive.
     """
     known = Known() if known is None else known
     staging = Staging(targets, optional, check_finite, known, passing)

@@ -68,8 +68,8 @@ def test_a_projection_leaves_room_for_the_shrink(times: dict[str, float], produc
 def test_what_is_measured_with_adapters(
     times: dict[str, float], products: list[Streamed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a product, by the cut that is the fastest without adapters; ahead of one, by the two fastest, which leave more room or less.
-    Measured once, and again for adapters of a higher rank."""
+    """Beside a product, by the cut that is the fastest without adapters; ahead of one, by the two fastest, which leave more room
+    or less. Measured once, and again for adapters of a higher rank."""
     cuts = [Cut(32, 1, 1), Cut(64, 1, 1)]  # on any device
     monkeypatch.setattr(linear_measured, "cuts_to_try", lambda *_, **__: cuts)
     few, many = ("streamed, 32 rows in 1 splits", "streamed, 64 rows in 1 splits")
