@@ -1,4 +1,7 @@
-"""transformers: for loops written on ``model.generate_batch``, the same call on an engine.
+"""transformers: for loops written on ``model.generate`` or ``model.generate_batch``, the same calls on an engine.
+
+sequences = model.generate(**inputs, max_new_tokens=64)  # before
+sequences = model.generate(**inputs, max_new_tokens=64, custom_generate=on_engine(engine))  # after
 
 outputs = model.generate_batch(inputs, generation_config=config)  # before
 outputs = generate_batch(engine, inputs, generation_config=config)  # after
@@ -6,15 +9,39 @@ outputs = generate_batch(engine, inputs, generation_config=config)  # after
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import GenerationConfig
+from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.continuous_batching import RequestStatus
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from stoker.kernels.errors import InvalidRequestError
 from stoker.rollout import RolloutEngine, SamplingParams
+from stoker.weight_sync.naming import unwrap
+
+# What ``generate`` makes of its configuration: a name that each kind has in the configuration and as its own attribute.
+_MADE_BY_GENERATE = {
+    "TemperatureLogitsWarper": "temperature",
+    "TopKLogitsWarper": "top_k",
+    "TopPLogitsWarper": "top_p",
+    "MinPLogitsWarper": "min_p",
+    "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", "penalty"),
+    "MinLengthLogitsProcessor": "min_length",
+    "MinNewTokensLengthLogitsProcessor": "min_new_tokens",
+    "SuppressTokensLogitsProcessor": "suppress_tokens",
+    "SequenceBiasLogitsProcessor": "sequence_bias",
+    "MaxLengthCriteria": "max_length",
+    "EosTokenCriteria": "eos_token_id",
+    "StopStringCriteria": "stop_strings",
+}
+# Of what ``generate`` hands on for the model's forward, that which says nothing beyond the token ids and their mask.
+_OF_THE_FORWARD = {"attention_mask", "position_ids", "past_key_values", "cache", "use_cache", "logits_to_keep"}
 
 
 def generate_batch(
@@ -61,3 +88,114 @@ def generate_batch(
                 status=RequestStatus.FINISHED if output.error is None else RequestStatus.FAILED,
             )
     return outputs
+
+
+@dataclass
+class GeneratedOnEngine(GenerateDecoderOnlyOutput):
+    """What ``generate`` returns with ``return_dict_in_generate``.
+
+    sequences: int64 [B, P + C], prompts as given and completions, padded on the right. logprobs: float32 [B, C] of the
+    completions' tokens, in nats, under ``softmax(logits / temperature)`` (greedy: of temperature 1); 0 where padded.
+    """
+
+    logprobs: Tensor | None = None
+
+
+def on_engine(engine: RolloutEngine, **settings: Any) -> Callable[..., Tensor | GeneratedOnEngine]:
+    """A decoding loop for ``model.generate(..., custom_generate=on_engine(engine))``, which samples on ``engine``.
+
+    settings: of ``SamplingParams``, beside or instead of what ``generate`` is told: ``stop``, say, as transformers hands no
+    tokenizer for ``stop_strings`` to such a loop. It reads the arguments, the generation configuration and the model's own as
+    ever, and repeats prompts for ``num_return_sequences``; each is computed once. Row i samples with ``seed + i``, else with what
+    torch's generator of the CPU gives. For code that calls ``model.generate`` by itself:
+
+        model.generate = partial(model.generate, custom_generate=on_engine(engine))
+        ...
+        del model.generate
+
+    It returns as ``generate`` does: int64 [B, P + C], or with ``return_dict_in_generate`` a ``GeneratedOnEngine``. Raises
+    ``InvalidRequestError`` before any work starts for what the engine does not do: beams, scores, another model, logits
+    processors and stopping criteria of one's own, inputs other than token ids. A ``streamer`` is given the prompt alone.
+    """
+    if not isinstance(engine, RolloutEngine):
+        raise InvalidRequestError(f"on_engine takes an engine, and this is a {type(engine).__name__}")
+
+    def decode(
+        model: nn.Module,
+        input_ids: Tensor,
+        logits_processor: Iterable[Any],
+        stopping_criteria: Iterable[Any],
+        generation_config: GenerationConfig,
+        **of_the_forward: Any,
+    ) -> Tensor | GeneratedOnEngine:
+        if model is not unwrap(engine.model):
+            raise InvalidRequestError("generate was called on another model than the engine's: make an engine for it")
+        mask = _mask_of(input_ids, of_the_forward)
+        params = _params_of(generation_config, input_ids.shape[1], settings)
+        for each in (*logits_processor, *stopping_criteria):
+            if not _is_of(generation_config, each):
+                raise InvalidRequestError(
+                    f"generate was given a {type(each).__name__}, which the engine does not run: say it by the generation "
+                    "configuration if that has a field for it, or leave custom_generate out"
+                )
+        of_rows = [params] * len(input_ids)
+        if params.temperature:  # the samples of a prompt are rows, too
+            given = None if params.seed is None else range(params.seed, params.seed + len(input_ids))
+            seeds = given or torch.randint(2**62, (len(input_ids),), device="cpu").tolist()
+            of_rows = [replace(params, seed=seed) for seed in seeds]
+        batch = engine.generate_batch(input_ids, of_rows, attention_mask=mask.to(torch.int64))
+        batch.raise_for_errors()
+        padding = generation_config.pad_token_id
+        tensors = batch.to_tensors(
+            params.stop_token_ids[0] if padding is None and params.stop_token_ids else padding or 0,
+            device=input_ids.device,
+        )
+        sequences = torch.cat([input_ids, tensors.completion_ids], dim=1)
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        return GeneratedOnEngine(sequences=sequences, logprobs=tensors.logprobs)  # type: ignore[arg-type]
+
+    return decode
+
+
+def _mask_of(input_ids: Tensor, of_the_forward: dict[str, Any]) -> Tensor:
+    """Which tokens count, bool [B, P]. Raises ``InvalidRequestError`` for what a prompt of tokens does not have."""
+    more = [name for name, given in of_the_forward.items() if name not in _OF_THE_FORWARD and given is not None]
+    if more:
+        raise InvalidRequestError(
+            f"generate was given {', '.join(sorted(more))}, and the engine takes token ids here: for images give "
+            "engine.generate_batch what the processor returns"
+        )
+    mask = of_the_forward.get("attention_mask")  # None where it would be all ones
+    mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
+    positions = of_the_forward.get("position_ids")
+    if positions is not None and positions.dim() == 2:
+        expected = mask.cumsum(1) - 1
+        if positions.shape != expected.shape or bool((positions != expected)[mask].any()):
+            raise InvalidRequestError("generate was given position_ids other than the tokens' order: leave them out")
+    return mask
+
+
+def _is_of(config: GenerationConfig, made: Any) -> bool:
+    """Whether a logits processor or stopping criterion does what the configuration says and no more."""
+    names = _MADE_BY_GENERATE.get(type(made).__name__)
+    if names is None:
+        return False
+    field, attribute = (names, names) if isinstance(names, str) else names
+    wanted, found = getattr(config, field, None), getattr(made, attribute, None)
+    return wanted is not None and _plain(wanted) == _plain(found)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    return list(value) if isinstance(value, tuple | list | set) else [value]
+
+
+def _params_of(config: GenerationConfig, num_prompt: int, settings: dict[str, Any]) -> SamplingParams:
+    """As ``generate`` has filled it in, lengths with the padded prompt's, where ``settings`` say nothing else. Of one sample."""
+    config, most = copy.copy(config), config.max_length - num_prompt
+    fewest = max(config.min_new_tokens or 0, (config.min_length or 0) - num_prompt)
+    config.min_length = config.max_length = None
+    lengths = {"max_tokens": most, "min_tokens": max(min(fewest, most), 0)}
+    return SamplingParams.from_generation_config(config, **{"ignore_eos": True, **lengths, **settings, "n": 1})

@@ -17,8 +17,9 @@ _OLDEST, _TOO_NEW = {"attach": (1, 10), "asynchronous GRPO": (1, 16)}, (2,)
 _REFUSED = {
     "AsyncGRPOTrainer": "takes its engine when it is built: use stoker.integrations.trl_async.AsyncGRPOTrainer",
     "AsyncDistillationTrainer": "wants a vLLM server of its own protocol: use DistillationTrainer",
-    "GKDTrainer": "calls model.generate by itself: use GOLDTrainer, whose loss without ULD is the same",
-    "A2POTrainer": "calls model.generate by itself: use GRPOTrainer or RLOOTrainer, or train it without the engine",
+    "GKDTrainer": "calls model.generate by itself: use GOLDTrainer, whose loss without ULD is the same, or put an engine into "
+    "model.generate (stoker.integrations.transformers.on_engine)",
+    "A2POTrainer": "calls model.generate by itself: put an engine there (stoker.integrations.transformers.on_engine)",
     "CPOTrainer": "generates samples to log and nothing else: train it without the engine",
     "ORPOTrainer": "generates samples to log and nothing else: train it without the engine",
     # Of TRL before 1.14, where they derive from OnlineDPOTrainer.

@@ -101,6 +101,11 @@ class RolloutEngine:
         engine._binding.held_elsewhere = False
         return engine
 
+    @property
+    def model(self) -> nn.Module:
+        """The live model, as it was given."""
+        return self._binding.model
+
     # -- generation ----------------------------------------------------------------------------------------------
 
     @torch.inference_mode(False)

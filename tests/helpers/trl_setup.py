@@ -87,6 +87,9 @@ def build(kind: str, output_dir: str, *, model: Any = None, more: dict[str, Any]
     if kind == "distillation":
         arguments["per_device_train_batch_size"] = 4  # samples prompts without repeating them, and drops an uneven rest
     arguments |= {"max_new_tokens": 8} if kind == "online_dpo" else {"max_completion_length": 8}
+    if kind == "gkd":
+        del arguments["max_completion_length"]
+        arguments |= {"max_new_tokens": 8, "lmbda": 1.0, "max_length": 32, "gradient_checkpointing": False}
     if kind in ("grpo", "rloo", "sdft", "sdpo"):
         arguments["num_generations"] = 4
     if kind in ("gold", "iw_opd"):
@@ -104,11 +107,11 @@ def build(kind: str, output_dir: str, *, model: Any = None, more: dict[str, Any]
         "train_dataset": Dataset.from_dict(columns),
         "processing_class": make_tokenizer(),
     }
-    if kind in ("gold", "iw_opd"):
+    if kind in ("gold", "iw_opd", "gkd"):
         messages = [[{"role": "user", "content": p}, {"role": "assistant", "content": "abc"}] for p in PROMPTS]
         passed["train_dataset"] = Dataset.from_dict({"messages": messages})
         passed["processing_class"].chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    if kind in ("distillation", "gold", "iw_opd"):
+    if kind in ("distillation", "gold", "iw_opd", "gkd"):
         passed["teacher_model"] = make_model(tie_word_embeddings=True)
     elif kind != "sdft":
         passed["reward_funcs"] = count_a
@@ -118,7 +121,7 @@ def build(kind: str, output_dir: str, *, model: Any = None, more: dict[str, Any]
         teacher = os.path.join(output_dir, "teacher")
         passed["processing_class"].save_pretrained(teacher)
         passed["teacher_model"].config._name_or_path = teacher
-    if kind in ("gold", "iw_opd"):
+    if kind in ("gold", "iw_opd", "gkd"):
         passed["eval_dataset"] = passed["train_dataset"]
     elif kind == "online_dpo":
         passed["ref_model"] = copy.deepcopy(passed["model"])
@@ -152,6 +155,14 @@ def _classes(kind: str) -> tuple[Any, Any]:
         from trl.experimental.iw_opd import IWOPDConfig, IWOPDTrainer
 
         return IWOPDTrainer, IWOPDConfig
+    if kind == "gkd":
+        from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+        return GKDTrainer, GKDConfig
+    if kind == "a2po":
+        from trl.experimental.a2po import A2POConfig, A2POTrainer
+
+        return A2POTrainer, A2POConfig
     assert kind == "online_dpo"
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
@@ -173,7 +184,7 @@ def trainers(output_dir: str) -> Iterator[MakeTrainer]:
 
     yield make
     for trainer in made:
-        if trainer.use_vllm:
+        if getattr(trainer, "use_vllm", False):  # some kinds have no other way than ``generate``
             detach(trainer)
 
 

@@ -1,4 +1,4 @@
-"""The parts of a PPO loop against recursions written out by hand; the loop itself; and transformers' ``generate_batch``."""
+"""The parts of a PPO loop against recursions written out by hand, and the loop itself."""
 
 from __future__ import annotations
 
@@ -6,20 +6,12 @@ import math
 import re
 import runpy
 import sys
-from typing import Any
 
 import pytest
 import torch
-from families import make_model as of_family
-from oracle import greedy
-from transformers import GenerationConfig
-from transformers.generation import ContinuousBatchingConfig
-from transformers.generation.continuous_batching import RequestStatus
-from trl_setup import EOS, LOGPROB_TOLERANCE, PAD, make_model, plain_logprobs
 
 from stoker.integrations.ppo import gae, kl_penalty, masked_mean, token_rewards, whiten
-from stoker.integrations.transformers import generate_batch
-from stoker.rollout import EngineConfig, InvalidRequestError, RolloutEngine
+from stoker.rollout import InvalidRequestError
 
 # Rows that end early, that have holes (a tool's answer), one token, and none at all.
 MASK = torch.tensor(
@@ -190,106 +182,3 @@ def test_the_example_refuses_bad_flags(
     with pytest.raises(SystemExit) as exit_:
         run_example(monkeypatch, flag, value)
     assert exit_.value.code == 2 and f"{flag} {message}" in capsys.readouterr().err
-
-
-# -- transformers' generate_batch --------------------------------------------------------------------------------------
-
-PROMPTS = [[3, 4, 5], [6] * 20, [9, 8]]
-
-
-@pytest.fixture
-def model() -> Any:
-    return make_model().eval()
-
-
-def test_outputs_are_those_of_transformers(model: Any) -> None:
-    # Two samples of a prompt, and one token to choose from, so that they can be compared.
-    eos = greedy(model, PROMPTS[0], 24)[5]
-    config = GenerationConfig(
-        max_new_tokens=24, do_sample=True, top_k=1, num_return_sequences=2, eos_token_id=eos, pad_token_id=PAD
-    )
-    small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64, max_memory_percent=0.01)
-    # By what ``model.generate_batch`` consists of: in transformers 5.17 that gives but one of a prompt's samples.
-    theirs: dict[str, Any] = {}
-    with model.continuous_batching_context_manager(config, True, 5, small, warmup=False) as manager:
-        manager.add_requests(PROMPTS, max_new_tokens=24)
-        while len(theirs) < 2 * len(PROMPTS):
-            result = manager.get_result(timeout=1)
-            assert result is not None or manager.is_running()
-            if result is not None and result.is_finished():
-                theirs[result.request_id] = result
-    with RolloutEngine(model) as engine:
-        ours = generate_batch(engine, PROMPTS, generation_config=config)
-    assert sorted(ours) == sorted(theirs) and len(ours) == 2 * len(PROMPTS)
-    for request_id, output in ours.items():
-        assert type(output) is type(theirs[request_id]) and output.request_id == request_id
-        assert output.prompt_ids == theirs[request_id].prompt_ids
-        assert output.generated_tokens == theirs[request_id].generated_tokens
-        assert output.status == theirs[request_id].status == RequestStatus.FINISHED
-        assert output.error is None and output.is_finished()
-    assert len(ours["req_0"].generated_tokens) <= 6  # EOS included
-
-
-def test_logprobs_are_of_the_scaled_softmax(model: Any) -> None:
-    config = GenerationConfig(max_new_tokens=3, do_sample=True, top_k=0, temperature=0.7, num_return_sequences=4)
-    with RolloutEngine(model) as engine:
-        outputs = generate_batch(engine, PROMPTS, config, max_new_tokens=5)
-    for output in outputs.values():
-        assert len(output.generated_tokens) == 5
-        plain = plain_logprobs(model, output.prompt_ids, output.generated_tokens, 0.7)
-        assert output.logprobs == pytest.approx(plain, abs=LOGPROB_TOLERANCE)
-    assert len({tuple(output.generated_tokens) for output in outputs.values()}) > 3
-
-
-def test_no_eos_id_means_none(model: Any) -> None:
-    config = GenerationConfig(max_new_tokens=40, do_sample=True, top_k=0)
-    with RolloutEngine(model) as engine:
-        outputs = generate_batch(engine, PROMPTS * 4, config).values()
-    assert {len(output.generated_tokens) for output in outputs} == {40}
-    assert any(EOS in output.generated_tokens[:-1] for output in outputs)
-
-
-def test_what_a_configuration_leaves_open_is_what_it_is_to_transformers() -> None:
-    """No truncation, where ``generate`` would take the 50 likeliest; no EOS id, for which the call writes -1 into it."""
-    model = of_family("llama", vocab_size=256)
-    config = GenerationConfig(max_new_tokens=60, do_sample=True, temperature=8.0)
-    small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64, max_memory_percent=0.01)
-    theirs = model.generate_batch(PROMPTS, generation_config=config, continuous_batching_config=small, warmup=False)
-    assert config.eos_token_id == -1
-    with RolloutEngine(model) as engine:
-        ours = generate_batch(engine, PROMPTS, config)
-    for outputs in (ours, theirs):
-        seen = {token for output in outputs.values() for token in output.generated_tokens}
-        assert all(len(output.generated_tokens) == 60 for output in outputs.values()) and len(seen) > 50
-
-
-def test_a_failed_request_says_so(model: Any) -> None:
-    config = GenerationConfig(max_new_tokens=2, do_sample=False)
-    with torch.no_grad():
-        model.lm_head.weight.fill_(math.nan)
-    with RolloutEngine(model) as engine:
-        output = generate_batch(engine, [[3]], config)["req_0"]
-    assert output.status == RequestStatus.FAILED and output.error
-
-
-def test_what_cannot_be_served_is_refused_at_once(model: Any) -> None:
-    with RolloutEngine(model, config=EngineConfig(max_model_len=16)) as engine:
-        with pytest.raises(InvalidRequestError, match="max_new_tokens"):
-            generate_batch(engine, PROMPTS, GenerationConfig(do_sample=False))
-        with pytest.raises(InvalidRequestError, match="num_beams"):
-            generate_batch(engine, PROMPTS, GenerationConfig(max_new_tokens=2, num_beams=2))
-        with pytest.raises(InvalidRequestError, match="prompt 1 has 20 tokens"):
-            generate_batch(engine, PROMPTS, GenerationConfig(max_new_tokens=2))
-        with pytest.raises(InvalidRequestError, match="presence_penalty"):
-            generate_batch(engine, PROMPTS, GenerationConfig(max_new_tokens=2, presence_penalty=1.5))
-        with pytest.raises(InvalidRequestError, match="^prompts is one str"):
-            generate_batch(engine, "abc", GenerationConfig(max_new_tokens=2))  # type: ignore[arg-type]
-        for call in (
-            lambda: generate_batch(model, PROMPTS, GenerationConfig(max_new_tokens=2)),
-            lambda: generate_batch(engine, PROMPTS, None),  # type: ignore[arg-type]
-        ):
-            with pytest.raises(
-                InvalidRequestError, match="^generate_batch takes an engine, prompts and a generation con"
-            ):
-                call()
-        assert generate_batch(engine, [], GenerationConfig(max_new_tokens=2)) == {}

@@ -8,6 +8,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,15 @@ from trl_setup import (
     worst_difference,
 )
 
-from stoker.rollout import EngineConfig, EngineStateError, InvalidConfigError, RolloutBatch, UnsupportedModelError
+from stoker.integrations.transformers import on_engine
+from stoker.rollout import (
+    EngineConfig,
+    EngineStateError,
+    InvalidConfigError,
+    RolloutBatch,
+    RolloutEngine,
+    UnsupportedModelError,
+)
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
@@ -43,14 +52,14 @@ def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
     yield from trainers(str(tmp_path))
 
 
-def recorded(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any, RolloutBatch]]:
+def recorded(trainer: Any, monkeypatch: pytest.MonkeyPatch, engine: Any = None) -> list[tuple[Any, Any, RolloutBatch]]:
     """Of every call of the trainer's engine: the weights at the time, in a model of their own, parameters and outputs."""
     calls: list[tuple[Any, Any, RolloutBatch]] = []
-    engine = trainer.vllm_generation.engine
+    engine = engine or trainer.vllm_generation.engine
     generate_batch = engine.generate_batch
 
-    def record(prompts: Any, params: Any) -> RolloutBatch:
-        batch = generate_batch(prompts, params)
+    def record(prompts: Any, params: Any, **more: Any) -> RolloutBatch:
+        batch = generate_batch(prompts, params, **more)
         calls.append((frozen_copy(trainer.accelerator.unwrap_model(trainer.model)), params[0], batch))
         return batch
 
@@ -74,6 +83,23 @@ def test_every_rollout_is_of_the_weights_of_its_step(
     assert all(difference(*call) < LOGPROB_TOLERANCE for call in calls)
     (_, params, first), (last, *_) = calls[0], calls[-1]
     assert difference(last, params, first) > 10 * LOGPROB_TOLERANCE  # the weights moved, and the check can tell
+
+
+@pytest.mark.parametrize("kind", ["gkd", "a2po"])
+def test_a_trainer_that_calls_generate_itself(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    trainer = make_trainer(kind)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    with RolloutEngine(model) as engine:
+        calls = recorded(trainer, monkeypatch, engine)
+        model.generate = partial(model.generate, custom_generate=on_engine(engine))
+        trainer.train()
+        del model.generate
+    assert len(calls) == 3 and all(
+        difference(weights, params, batch) < LOGPROB_TOLERANCE for weights, params, batch in calls
+    )
+    assert difference(calls[-1][0], *calls[0][1:]) > 10 * LOGPROB_TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "distillation", "gold", "iw_opd", "online_dpo"])
