@@ -91,7 +91,7 @@ def generate_batch(
 
 
 @dataclass
-class GeneratedOnEngine(GenerateDecoderOnlyOutput):
+class GeneratedOnEngine(GenerateDecoderOnlyOutput):  # type: ignore[misc]
     """What ``generate`` returns with ``return_dict_in_generate``.
 
     sequences: int64 [B, P + C], prompts as given and completions, padded on the right. logprobs: float32 [B, C] of the
@@ -153,7 +153,7 @@ def on_engine(engine: RolloutEngine, **settings: Any) -> Callable[..., Tensor | 
         sequences = torch.cat([input_ids, tensors.completion_ids], dim=1)
         if not generation_config.return_dict_in_generate:
             return sequences
-        return GeneratedOnEngine(sequences=sequences, logprobs=tensors.logprobs)  # type: ignore[arg-type]
+        return GeneratedOnEngine(sequences=sequences, logprobs=tensors.logprobs)
 
     return decode
 
