@@ -1,7 +1,10 @@
 """Projections of a decode step on a CPU: by oneDNN where that is faster than MKL.
 
-Measured on AMD EPYC, two threads, up to 128 rows: oneDNN takes 1/1.1 to 1/3 of MKL's time for weights of 2**18 numbers and
-more as they lie in memory, and longer for smaller ones. On Intel's processors, which MKL is made for, MKL is kept.
+Of two matrices oneDNN packs the right one anew at each call. So the weight, which is large, is on the left, and the result lies
+column by column: what reads it next takes it like that, or it is turned round. Measured on AMD EPYC, two threads, weights of
+2**16 numbers and more, 5 to 128 rows: this takes 0.6 to 0.95 of oneDNN's time with the weight on the right, and 0.3 to 0.7 of
+MKL's. Of two to four short rows MKL is the fastest, with the weight on the left as well. On Intel's processors, which MKL is
+made for, MKL is kept.
 """
 
 from __future__ import annotations
@@ -17,10 +20,13 @@ from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.lora_pieces import Sums
 from stoker.kernels.reference.norm_rotary import Activation, Norm, act_mul, rms_norm
 
-_LEAST_NUMBERS = 2**18  # of a weight
-# oneDNN compiles for each number of rows and never forgets, some 0.6 MB each. So there are only these numbers: up to 4, and
-# multiples of 8 up to 128.
-_MOST_ROWS, _EXACT_ROWS, _ROWS = 128, 4, 8
+_LEAST_NUMBERS, _LEAST_OF_ONE_ROW = 2**16, 2**18  # of a weight
+_LEAST_PRODUCTS = 2**20  # of numbers, where there are more than a few rows
+_FEW, _SHORT = 4, 3072  # rows, and how many numbers these have together if they are short
+# oneDNN compiles for each number of rows, as fast as for the next multiple of 16, and keeps some 0.5 MB each. So there are only
+# these, beside the few.
+_ROWS, _MOST_ROWS = 16, 128
+_MOST_TURNED = 64  # rows; of more, turning the result round takes longer than packing the weight
 
 
 def _pays() -> bool:
@@ -64,14 +70,13 @@ def linear(
             in_place=in_place,
             row_scales=row_scales,
         )
-    rows = x.shape[0]
     x = x if norm is None else rms_norm(x, *norm)
-    if rows > _EXACT_ROWS and rows % _ROWS:
-        x = F.pad(x, (0, 0, 0, -rows % _ROWS))
-    out = _product(x, weight, bias)[:rows]
+    out = _product(x, weight, bias, by_columns=gated is not None or residual is not None or len(x) <= _MOST_TURNED)
     if gated is not None:
         out = act_mul(out, gated)
-    return out if residual is None else torch.add(residual, out, alpha=scale, out=residual if in_place else None)
+    if residual is None:
+        return out.contiguous() if gated is None else out  # down projections take either layout
+    return torch.add(residual, out, alpha=scale, out=residual if in_place else None)
 
 
 def adapted(
@@ -102,16 +107,36 @@ def adapted(
     return out if gated is None else act_mul(out, gated)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, *, by_columns: bool) -> Tensor:
+    """``x @ weight.T + bias``, [T, N]. by_columns: it may lie like that in memory, as ``x`` may."""
+    rows, depth = x.shape
+    if rows <= _FEW and (rows == 1 or rows * depth > _SHORT):
+        return _onednn(x.contiguous(), weight, bias)
+    if rows <= _FEW:
+        out = torch.mm(weight, x.t()).t()
+    else:
+        if missing := -rows % _ROWS:
+            x = F.pad(x.t(), (0, missing)).t() if x.stride(0) == 1 else F.pad(x, (0, 0, 0, missing))
+        if not by_columns:
+            return _onednn(x.contiguous(), weight, bias)[:rows]
+        out = _onednn(weight, x, None).t()[:rows]
+    return out if bias is None else out.add_(bias)
+
+
+def _onednn(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    """``left @ right.T + bias``."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
     return out
 
 
 def _takes(x: Tensor, weight: Tensor) -> bool:
+    rows, numbers = x.shape[0], weight.numel()
+    enough = numbers >= _LEAST_OF_ONE_ROW if rows == 1 else numbers >= _LEAST_NUMBERS
     return (
         _PAYS
-        and 0 < x.shape[0] <= _MOST_ROWS
-        and weight.numel() >= _LEAST_NUMBERS
+        and 0 < rows <= _MOST_ROWS
+        and enough
+        and (rows <= _FEW or rows * numbers >= _LEAST_PRODUCTS)
         and x.dtype == weight.dtype == torch.float32
         and weight.is_contiguous()
         and bool(torch.backends.mkldnn.enabled)

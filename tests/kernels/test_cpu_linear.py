@@ -13,36 +13,45 @@ from stoker.kernels import cpu_linear
 from stoker.kernels.ops import CPU, REFERENCE
 from stoker.rollout import RolloutEngine, SamplingParams
 
-LEAST = 32 * 32  # of a weight here; 2**18 where it counts
+LEAST = 32 * 32  # of a weight here; 2**16 and 2**18 where it counts
+Rows = tuple[int, int]
 
 
 @pytest.fixture(autouse=True)
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """As on a processor where oneDNN pays, with small weights taken for large; how many rows it was given, each time."""
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Rows]:
+    """As on a processor where oneDNN pays, with small weights taken for large; the rows of the matrices it was given, each time."""
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this torch has no oneDNN")
-    calls: list[int] = []
-    product = cpu_linear._product
+    calls: list[Rows] = []
+    onednn = cpu_linear._onednn
 
-    def counted(x: Tensor, *others: object) -> Tensor:
-        calls.append(x.shape[0])
-        return product(x, *others)
+    def counted(left: Tensor, right: Tensor, *others: Tensor | None) -> Tensor:
+        calls.append((left.shape[0], right.shape[0]))
+        return onednn(left, right, *others)
 
     monkeypatch.setattr(cpu_linear, "_PAYS", True)
     monkeypatch.setattr(cpu_linear, "_LEAST_NUMBERS", LEAST)
-    monkeypatch.setattr(cpu_linear, "_product", counted)
+    monkeypatch.setattr(cpu_linear, "_LEAST_OF_ONE_ROW", LEAST)
+    monkeypatch.setattr(cpu_linear, "_LEAST_PRODUCTS", 5 * LEAST)
+    monkeypatch.setattr(cpu_linear, "_SHORT", 80)
+    monkeypatch.setattr(cpu_linear, "_onednn", counted)
     return calls
 
 
 @pytest.mark.parametrize("options", ["", "b", "n", "r", "s", "bnrg", "bots", "cbrg"])
-@pytest.mark.parametrize(("rows", "given"), [(1, 1), (4, 4), (5, 8), (8, 8), (61, 64), (128, 128)])
+@pytest.mark.parametrize(
+    ("rows", "given"), [(1, 1), (2, None), (3, 3), (4, 4), (5, 16), (16, 16), (61, 64), (71, 80), (128, 128)]
+)
 @pytest.mark.parametrize("in_place", [False, True])
-def test_linear(rows: int, given: int, options: str, in_place: bool, asked: list[int]) -> None:
+def test_linear(rows: int, given: int | None, options: str, in_place: bool, asked: list[Rows]) -> None:
     arguments = make_linear(rows, 80, 36, options, torch.float32)
     expected = expected_linear(**arguments)
     before = {k: v.clone() for k, v in arguments.items() if isinstance(v, Tensor)}
     out = CPU.linear(**arguments, in_place=in_place)
-    assert asked == [given]
+    width, in_any_layout = len(arguments["weight"]), arguments["gated"] or arguments["residual"] is not None
+    weight_first = rows > 4 and (in_any_layout or rows <= 64)
+    assert asked == ([] if given is None else [(width, given) if weight_first else (given, width)])
+    assert out.is_contiguous() or (arguments["gated"] and out.t().is_contiguous())
     assert_close(out, expected, torch.float32)
     if in_place and arguments["residual"] is not None:
         assert out.data_ptr() == arguments["residual"].data_ptr()
@@ -50,16 +59,28 @@ def test_linear(rows: int, given: int, options: str, in_place: bool, asked: list
     assert all(torch.equal(arguments[name], tensor) for name, tensor in before.items())
 
 
-def test_shapes_are_few(asked: list[int]) -> None:
+def test_shapes_are_few(asked: list[Rows]) -> None:
     """What oneDNN compiles for a shape stays in memory for good."""
     x, weight = torch.randn(300, 32), torch.randn(40, 32)
     for rows in range(1, 301):
         assert_close(CPU.linear(x[:rows], weight), x[:rows].double() @ weight.t().double(), torch.float32)
-    assert len(asked) == 128 and len(set(asked)) == 20
+    assert len(asked) == 127 and len(set(asked)) == 11  # of two rows MKL is the fastest
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 48, 100])
+def test_a_down_projection_takes_what_lies_by_columns(rows: int, asked: list[Rows]) -> None:
+    x, gate_up, down = torch.randn(rows, 36), torch.randn(128, 36), torch.randn(36, 64)
+    between = CPU.linear(x, gate_up, gated="silu")
+    out = CPU.linear(between, down, residual=x)
+    expected = expected_linear(
+        x=between.contiguous(), weight=down, bias=None, norm=None, gated=None, residual=x, scale=1.0
+    )
+    assert out.is_contiguous() and (rows == 1 or between.t().is_contiguous() == (rows == 2 or rows > 4))
+    assert_close(out, expected, torch.float32)
 
 
 @pytest.mark.filterwarnings("ignore:TF32")  # from turning oneDNN off
-def test_what_is_left_to_the_reference(asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_to_the_reference(asked: list[Rows], monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(6, 32), torch.randn(32, 32)
     many, double = torch.randn(129, 32), torch.float64
     for given in (
@@ -81,7 +102,7 @@ def test_what_is_left_to_the_reference(asked: list[int], monkeypatch: pytest.Mon
     assert torch.equal(CPU.linear(x, weight), REFERENCE.linear(x, weight)) and not asked
 
 
-def test_an_engine_samples_from_the_weights_of_now(asked: list[int]) -> None:
+def test_an_engine_samples_from_the_weights_of_now(asked: list[Rows]) -> None:
     """Log-probabilities of a rollout are those of the model's own forward, before and after its weights change in place."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -98,7 +119,7 @@ def test_an_engine_samples_from_the_weights_of_now(asked: list[int]) -> None:
                     logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
                 wanted = logits.log_softmax(-1)[range(6), completion.token_ids]
                 torch.testing.assert_close(torch.tensor(completion.logprobs), wanted, atol=1e-5, rtol=0)
-            assert 8 in asked
+            assert 16 in {rows for _, rows in asked}
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(1.5)
