@@ -186,6 +186,9 @@ def _shrink(
     block_k, warps, stages = _blocks_of_shrink(
         dtype, tiles, room, triton.cdiv(depth, splits), deterministic=deterministic
     )
+    # An L4 has no room for as many stages of fp32 as an H200. A loop of n of them holds one less at a time.
+    stage = block_k * (block_r * table.dtype.itemsize + tiles.height * x.itemsize)
+    stages = min(stages, 1 + (launch.shared_memory(x.device) - 2 * launch.PROGRAM_SHARED) // stage)
     span = triton.cdiv(triton.cdiv(depth, splits), block_k) * block_k
     hidden = torch.empty(splits, linears, tokens, rank, dtype=torch.float32, device=x.device)
     launched = shrink_kernel[(tiles.programs, linears * (rank // block_r), splits)](

@@ -12,8 +12,9 @@ import torch
 sys.path.append(str(Path(__file__).parent))
 from compile_attention import GPUS, Recorder, as_on, build, launches
 from compile_attention import launch as attend
+from compile_layers import launch_ahead
 
-from stoker.kernels import attention, attention_plan, grouping, launch, linear, linear_cuts, linear_streamed, moe
+from stoker.kernels import attention, attention_plan, grouping, launch, linear, linear_cuts, linear_streamed, lora, moe
 from stoker.kernels.reference.fp8 import FP8
 from stoker.kernels.reference.moe import Gate
 from stoker.kernels.reference.norm_rotary import Norm
@@ -42,6 +43,12 @@ def multiply_few() -> None:
     linear.linear(torch.empty(4, 2304), torch.empty(18432, 2304), norm=norm, gated="gelu_tanh")
 
 
+def adapt() -> None:
+    """As PEFT makes them, in fp32, ahead of a product in 16 bits."""
+    cut = linear_cuts.Cut(64, 1, 1)
+    launch_ahead(16, 2048, depth=2048, cuts=[cut], dtype=torch.float32, rank=64)
+
+
 def mix(tokens: int) -> None:
     """Experts of Qwen3-30B-A3B."""
     make = partial(torch.empty, dtype=torch.bfloat16)
@@ -51,7 +58,7 @@ def mix(tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    for module in (attention, attention_plan, grouping, linear, linear_streamed, moe):
+    for module in (attention, attention_plan, grouping, linear, linear_streamed, lora, moe):
         for name in [n for n in vars(module) if n.endswith("_kernel")]:
             setattr(module, name, Recorder(getattr(module, name)))
     gemma3, gemma4 = ((8, 4, 256, 256), (8, 1, 512, 512))  # the latter's layers that see everything
@@ -62,6 +69,7 @@ if __name__ == "__main__":
             partial(attend, *gemma3, False),
             partial(attend, *gemma4, False, chunks=False),
             partial(multiply, 16, narrow=True),
+            adapt,
         ],
         100: [partial(attend, 32, 8, 128, 128, False, chunks=False), partial(multiply, 16)],
         120: [partial(multiply, 40), partial(mix, 64)],
@@ -72,7 +80,14 @@ if __name__ == "__main__":
         launches.clear()
         for call in calls:
             call()
-        large = ("decode_kernel", "prefill_kernel", "_streamed_kernel", "_skinny_kernel", "_grouped_kernel")
+        large = {
+            "decode_kernel",
+            "prefill_kernel",
+            "_streamed_kernel",
+            "_skinny_kernel",
+            "_grouped_kernel",
+            "shrink_kernel",
+        }
         for kernel, grid, given in launches:
             if kernel.__name__ in large and not given.get("SPANS"):
                 processors, shared = GPUS[architecture]

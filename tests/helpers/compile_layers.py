@@ -280,12 +280,13 @@ def launch_ahead(
     cuts: Sequence[linear_cuts.Cut],
     dtype: torch.dtype = torch.bfloat16,
     residual: bool = False,
+    rank: int = 16,
 ) -> None:
     """Sixteen adapters ahead of the products of a model of a billion parameters, of a gate and its up if there are two widths."""
     table = LoraTable(widths, [None] * len(widths), 16, torch.device("cpu"))
     for slot in range(1, 17):
         for index, width in enumerate(widths):
-            table.put(index, slot, LoraWeights(zeros(16, depth).to(dtype), zeros(width, 16).to(dtype), 2.0))
+            table.put(index, slot, LoraWeights(zeros(rank, depth).to(dtype), zeros(width, rank).to(dtype), 2.0))
     assert table.pointers is not None  # sent before
     x, weight, arrived = zeros(tokens, depth), zeros(sum(widths), depth), torch.zeros(1024, dtype=torch.int32)
     rows, gated = AdapterRows(torch.zeros(tokens, dtype=torch.long)), "silu" if len(widths) == 2 else None

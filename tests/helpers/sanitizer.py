@@ -5,7 +5,7 @@ behind the end of a tensor. So none of the following shows in its results:
 
 - An access outside of what the launch was given (or of any tensor, where addresses come from a table).
 - Two accesses to one address, one of them a store, in no order: of two programs, neither of which waited for the other by an
-  atomic; or of two lanes of one program, with no barrier between.
+  atomic, before which all lanes' stores have to meet at a barrier; or of two lanes of one program, with no barrier between.
 - Lanes masked out of a load without ``other``, which hold anything on a GPU: here NaN, and large integers.
 - ``tl.multiple_of`` of a number that is not.
 - A NaN that ``tl.minimum`` and ``tl.maximum`` lose on a GPU, which return the other operand: so it does here.
@@ -71,6 +71,7 @@ class Launch:
         found = (_row(name, arguments[name], slot) for name in by_slot for slot in rows)
         self._padding = _extents(row for row in found if row is not None)
         self._program, self._time, self._barriers = -1, 0, 0
+        self._loose: int | None = None  # when several lanes first stored something after the last barrier
         self._seen: dict[int, int] = {}  # of programs, up to which time this one comes behind them
         self._released: dict[int, dict[int, int]] = defaultdict(dict)  # by address of an atomic
         self._waits: dict[int, list[tuple[int, dict[int, int]]]] = defaultdict(list)  # by program: when, and then seen
@@ -79,10 +80,12 @@ class Launch:
     def begin_program(self) -> None:
         self._program += 1
         self._time = self._barriers = 0
+        self._loose = None
         self._seen = {}
 
     def barrier(self) -> None:
         self._barriers += 1
+        self._loose = None
 
     def access(self, kind: int, pointers: Any, mask: NDArray[np.bool_]) -> None:
         shape = pointers.data.shape
@@ -90,6 +93,8 @@ class Launch:
         if lanes.size == 0:
             return
         self._time += 1
+        if kind == STORE and pointers.data.size > 1 and self._loose is None:
+            self._loose = self._time
         addresses = pointers.data.reshape(-1).astype(np.int64)
         if lanes.size < addresses.size:
             addresses = addresses[lanes]
@@ -105,12 +110,13 @@ class Launch:
         return self.kernel in BY_ADDRESS and _all_within(addresses, width, self._everything["now"])
 
     def wait(self, address: int) -> None:
-        """One atomic that both acquires and releases."""
+        """One atomic that both acquires and releases, of one lane: not what other lanes stored after the last barrier."""
         for program, time in self._released[address].items():
             self._seen[program] = max(time, self._seen.get(program, 0))
-        self._released[address] |= self._seen | {self._program: self._time}
+        own = self._time if self._loose is None else self._loose - 1
+        self._released[address] |= self._seen | {self._program: own}
         self._waits[self._program].append((self._time, dict(self._seen)))
-        self._barriers += 1  # for its result goes from one thread to all
+        self.barrier()  # for its result goes from one thread to all
 
     def end(self) -> None:
         contested = self._contested()

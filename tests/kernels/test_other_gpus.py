@@ -25,7 +25,14 @@ def test_compiled_for_other_gpus_the_kernels_fit_them(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-P", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     made = json.loads(done.stdout)
-    of_each = {"decode_kernel", "prefill_kernel", "_streamed_kernel", "_skinny_kernel", "_grouped_kernel"}
+    of_each = {
+        "decode_kernel",
+        "prefill_kernel",
+        "_streamed_kernel",
+        "_skinny_kernel",
+        "_grouped_kernel",
+        "shrink_kernel",
+    }
     assert {m["kernel"] for m in made} == of_each and len({m["architecture"] for m in made}) == 5
     for m in made:
         resident = m["programs"] // m["processors"] if m["kernel"] == "decode_kernel" else 1

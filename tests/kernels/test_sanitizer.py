@@ -51,6 +51,17 @@ def _last_adds_up(x, parts, arrived, out, BLOCK: tl.constexpr, WAIT: tl.constexp
 
 
 @triton.jit
+def _last_copies(x, parts, arrived, out, BLOCK: tl.constexpr, BARRIER: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(parts + tl.program_id(0) * BLOCK + at, tl.load(x + at))
+    if BARRIER:
+        tl.debug_barrier()
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        for i in range(tl.num_programs(0)):
+            tl.store(out + i * BLOCK + at, tl.load(parts + i * BLOCK + at))
+
+
+@triton.jit
 def _to_one_place(x, out):
     tl.store(out, tl.load(x))
 
@@ -112,6 +123,17 @@ def test_programs_that_meet_in_memory_have_to_wait() -> None:
     with sanitized() as found:
         _to_one_place[(2,)](torch.ones(1), torch.zeros(1), **SAID)
     assert found == {"_to_one_place one program stores what another stores, and neither waits"}
+
+
+def test_an_atomic_says_only_what_its_own_lane_knows() -> None:
+    for barrier, fault in (
+        (True, set()),
+        (False, {"_last_copies one program stores what another loads, and neither waits"}),
+    ):
+        out, arrived = torch.zeros(24), torch.zeros(1, dtype=torch.int32)
+        with sanitized() as found:
+            _last_copies[(3,)](torch.ones(8), torch.empty(24), arrived, out, BLOCK=8, BARRIER=barrier, **SAID)
+        assert out.sum() == 24 and found == fault
 
 
 def test_masked_lanes_hold_anything() -> None:

@@ -34,7 +34,7 @@ from stoker.kernels import linear_measured
 from stoker.kernels.linear_cuts import Cut
 from stoker.kernels.linear_measured import MeasuredLinear
 from stoker.kernels.linear_streamed import streamed
-from stoker.kernels.lora import AHEAD_SHARED, SHRINK_SHARED
+from stoker.kernels.lora import AHEAD_SHARED, SHRINK_SHARED, lora
 from stoker.kernels.reference.adapter_weights import LoraWeights
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Norm
@@ -69,7 +69,14 @@ def test_what_is_measured_with_adapters(
     times: dict[str, float], products: list[Streamed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside a product, by the cut that is the fastest without adapters; ahead of one, by the two fastest, which leave more room
-    or less. Measured once, and again for adapters of a higher rank."""
+    or less. Measured once, and again for adapters of a higher rank; with rows of all adapters, whatever a step's have."""
+    measured_with: list[set[int]] = []
+
+    def noted(x: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows, *more: Any, **options: Any) -> Tensor:
+        measured_with.append({*rows.slots.tolist()})
+        return lora(x, out, table, rows, *more, **options)
+
+    monkeypatch.setattr(linear_measured, "lora", noted)
     cuts = [Cut(32, 1, 1), Cut(64, 1, 1)]  # on any device
     monkeypatch.setattr(linear_measured, "cuts_to_try", lambda *_, **__: cuts)
     few, many = ("streamed, 32 rows in 1 splits", "streamed, 64 rows in 1 splits")
@@ -84,7 +91,9 @@ def test_what_is_measured_with_adapters(
         table = table_of(128, ranks=FIT)
         slots = torch.zeros(40, dtype=torch.long, device=DEVICE)  # as a step is captured with
         call = partial(adapted, linear, arguments, table, slots)
+        measured_with.clear()
         call()
+        assert measured_with[0] == {*FIT}
         (way,) = linear._with_adapters.values()
         assert (way and way.args[0].rows) == wanted  # type: ignore[attr-defined]
         order = sorted(taken, key=lambda name: taken[name])

@@ -75,6 +75,36 @@ def test_a_row_without_an_adapter_is_as_a_product_by_itself_leaves_it(times: dic
         assert torch.equal(found[slots == 0], alone[slots == 0]) and not torch.equal(found, alone)
 
 
+def test_a_residual_whose_rows_lie_apart(times: dict[str, float], products: list[Streamed]) -> None:
+    """Of programs with one block of columns, and, without many multiprocessors, of ones with several."""
+    times["ahead"] = 1.0
+    for width in (64, 128):
+        arguments, table = make_linear(20, width, 304, "r", torch.float32), table_of(width, ranks=FIT)
+        arguments["residual"] = randn(20, width + 24)[:, 8:-16]
+        slots = torch.arange(20, device=DEVICE) % (NUM_SLOTS + 1)
+        found = adapted(MeasuredLinear(), arguments, table, slots)
+        assert_close(found, expected(arguments, table, slots), torch.float32)
+        assert products[-1].ahead
+
+
+def test_sums_of_parts_of_the_depth_are_added_before_they_are_rounded(
+    times: dict[str, float], products: list[Streamed]
+) -> None:
+    """As without a product: of two parts that nearly cancel."""
+    times["ahead"] = 1.0
+    arguments = make_linear(20, 64, 1024, "", torch.float16)
+    arguments["x"].fill_(1)
+    arguments["weight"].zero_()
+    table = table_of(ranks={1: 8}, depth=1024, dtype=torch.float16)
+    weights = table.entry(0, 1)
+    assert weights is not None
+    weights.a.fill_(1)[:, 512:] = -1
+    weights.a[:, 0] += 1 / 16
+    weights.b.fill_(1)
+    found = adapted(MeasuredLinear(), arguments, table, torch.ones(20, dtype=torch.long, device=DEVICE))
+    assert (found - 0.5 * weights.scale).abs().max() < 1e-3 and products[-1].ahead
+
+
 def test_adapters_in_fp32_ahead_of_a_product_in_16_bits(
     times: dict[str, float], products: list[Streamed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +144,10 @@ def test_what_does_not_go_ahead(times: dict[str, float], products: list[Streamed
     ):
         run(MeasuredLinear(), table, **given)
     assert products and not any(product.ahead for product in products)
+    linear = MeasuredLinear()
+    for table, goes in ((table_of(ranks=FIT), True), (table_of(40, 24, ranks=FIT), False)):
+        run(linear, table, options="")
+        assert products[-1].ahead == goes, "also after one that does, of a weight of the same size"
 
 
 @pytest.mark.parametrize(("options", "gated"), [("", None), ("r", None), ("", "silu")])

@@ -24,7 +24,7 @@ from stoker.kernels.lora import tiles_by_slot
 from stoker.kernels.ops import REFERENCE, Ops
 from stoker.kernels.reference.adapter_weights import LoraWeights
 from stoker.kernels.reference.lora import AdapterRows, LoraTable, PointerBlock, expert_slots
-from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Norm
+from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Activation, Norm
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.weight_sync.peft_adapters import by_expert
 
@@ -146,7 +146,7 @@ def test_a_high_rank_over_a_deep_input(ops: str) -> None:
     check(OPS[ops].lora, table, 1100, torch.tensor([2, 1, 0], device=DEVICE), torch.float32)
 
 
-@pytest.mark.parametrize("depth", [96, 1100, 2304, 5000])
+@pytest.mark.parametrize("depth", [96, 1025, 1100, 2304, 5000])
 @pytest.mark.parametrize("ops", OPS)
 def test_adapters_in_16_bits_over_a_deep_input(ops: str, depth: int) -> None:
     """Of which each program reads a block at once, and several, and some a part of one; low ranks, and one with blocks of its own."""
@@ -154,6 +154,27 @@ def test_adapters_in_16_bits_over_a_deep_input(ops: str, depth: int) -> None:
     slots = torch.tensor([2, 1, 0, 4, 2, 2], device=DEVICE)
     for ranks in ({1: 16, 2: 5}, {1: 24, 2: 32}, {1: 40, 2: 16}):
         check(OPS[ops].lora, make_table([40], depth, ranks, dtype), depth, slots, dtype)
+
+
+@pytest.mark.parametrize("name", ["triton", "deterministic"])
+def test_sums_of_parts_of_the_depth_are_added_before_they_are_rounded(name: str) -> None:
+    """Of two parts that nearly cancel, whose difference is lost where each has 16 bits."""
+    half = {"dtype": torch.float16, "device": DEVICE}
+    a, table = torch.ones(8, 1024, **half), LoraTable([32], [None], NUM_SLOTS, DEVICE)
+    a[:, 512:], a[:, 0] = -1, 1 + 1 / 16
+    table.put(0, 1, LoraWeights(a, torch.ones(32, 8, **half), 1.0))
+    rows = AdapterRows(torch.ones(4, dtype=torch.long, device=DEVICE))
+    assert OPS[name].lora(torch.ones(4, 1024, **half), torch.zeros(4, 32, **half), table, rows).eq(0.5).all()
+
+
+@pytest.mark.parametrize("act", [None, "silu"])
+@pytest.mark.parametrize("ops", OPS)
+def test_rows_that_lie_apart(ops: str, act: Activation | None) -> None:
+    table, slots = make_table([24, 24], 40, {1: 8, 2: 3, 3: 2}, torch.float32), torch.arange(5, device=DEVICE)
+    x, out = randn(5, 56)[:, 8:48], randn(5, 64)[:, 8:56]
+    gate, up = (expected := dense(x, out, table, slots)).chunk(2, dim=1)
+    found = OPS[ops].lora(x, out, table, AdapterRows(slots), act)
+    assert_close(found, expected if act is None else F.silu(gate) * up, torch.float32)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter

@@ -116,6 +116,15 @@ def test_partial_sums_are_in_fp32_whatever_the_default_is() -> None:
         torch.set_default_dtype(before)
 
 
+def test_sums_of_splits_are_added_before_they_are_rounded() -> None:
+    """Of two splits that nearly cancel, whose difference is lost where each has 16 bits."""
+    arguments = make_linear(9, 64, 1024, "", torch.float16)
+    arguments["x"].fill_(1)
+    arguments["weight"].fill_(1)[:, 512:] = -1
+    arguments["weight"][:, 0] += 1 / 16
+    assert streamed_as_asked(arguments, Cut(64, 2, 1)).eq(1 / 16).all()
+
+
 @pytest.mark.gpu
 def test_the_last_program_adds_up_in_order_whoever_it_is() -> None:
     arguments = make_linear(64, 2048, 8192, "r", torch.bfloat16)
