@@ -146,15 +146,17 @@ class Loop:
     def attempt(self, action: str, change: Callable[[], None]) -> None:
         """As ``do``, for changes that do not touch the requests under way: an exception within ends none of them."""
 
-        def failed() -> BaseException | None:
+        failed: list[BaseException] = []  # and not in a variable: the error's frames would keep it, and it them
+
+        def attempted() -> None:
             try:
                 change()
             except BaseException as error:
-                return error
-            return None
+                failed.append(error)
 
-        if (error := self.do(action, failed)) is not None:
-            raise error
+        self.do(action, attempted)
+        if failed:
+            raise failed.pop()
 
     def _change(self, change: Callable[[], _T]) -> _T:
         self._make_sound()
