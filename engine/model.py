@@ -119,6 +119,11 @@ class ModelShell:
         """The tensors that it runs on now, by name, including those of layers that were replaced by fused ones."""
         return {name: registry[leaf] for name, (registry, leaf) in self._places.items()}
 
+    def release(self) -> None:
+        """Let go of the trainer's tensors."""
+        for registry, leaf in self._places.values():
+            registry[leaf] = None
+
     def _cast_to_wide_head(self) -> bool:
         """Where the head has a wider dtype than the layers (TRL's ``cast_lm_head_to_fp32``), cast its input; returns whether.
 

@@ -140,43 +140,46 @@ class Adapters:
                 request.fail(deleted(request))
         return [r for r in requests if r.status is not Status.FINISHED]
 
-    def load(self, name: str, source: Any, under_way: Iterable[Request]) -> Exception | None:
-        """Know an adapter that is not the live model's. Returns an error, and has changed nothing, where it cannot.
+    def load(self, name: str, source: Any, under_way: Iterable[Request]) -> list[Exception]:
+        """Know an adapter that is not the live model's. Returns the error, and has changed nothing, where it cannot.
+
+        In a list to take it from, as in ``Loop.attempt``; it is empty where there is none.
 
         ``EngineStateError`` where one of that name is in use, ``UnsupportedModelError`` for one the engine does not run.
         """
         try:
             with telling(*ranks_of(model_of(source))):  # or the other ranks of a sharded model would wait
-                if (error := self._in_use(name, under_way, "replaced")) is not None:
-                    raise error
+                self._check_unused(name, under_way, "replaced")
             self._binding.load_adapter(name, source)
         except Exception as refused:  # whatever somebody's object, given as a source, may raise
-            return refused
+            return [refused]
         self._forget(name)
         self.refresh()
-        return None
+        return []
 
-    def unload(self, name: str, under_way: Iterable[Request]) -> StokerError | None:
-        """Forget one that was loaded. Returns an error, and has changed nothing, where it cannot."""
-        error = self._not_loaded(name) or self._in_use(name, under_way, "unloaded")
-        if error is None:
-            self._binding.adapters.unload(name)
-            self._forget(name)
-        return error
+    def unload(self, name: str, under_way: Iterable[Request]) -> list[Exception]:
+        """Forget one that was loaded. Returns as ``load``."""
+        try:
+            self._check_loaded(name)
+            self._check_unused(name, under_way, "unloaded")
+        except StokerError as refused:
+            return [refused]
+        self._binding.adapters.unload(name)
+        self._forget(name)
+        return []
 
-    def _not_loaded(self, name: str) -> InvalidRequestError | None:
-        if isinstance(name, str) and self._binding.adapters.is_loaded(name):
-            return None
-        where = "is the live model's: delete_adapter() there removes it" if name in self.names else "is not known"
-        return InvalidRequestError(f"adapter {name!r} {where}")
+    def _check_loaded(self, name: str) -> None:
+        """Raise ``InvalidRequestError`` where no adapter was loaded under that name."""
+        if not isinstance(name, str) or not self._binding.adapters.is_loaded(name):
+            where = "is the live model's: delete_adapter() there removes it" if name in self.names else "is not known"
+            raise InvalidRequestError(f"adapter {name!r} {where}")
 
-    def _in_use(self, name: str, under_way: Iterable[Request], action: str) -> EngineStateError | None:
-        count = sum(r.adapter is not None and r.adapter.name == name for r in under_way)
-        if not count:
-            return None
-        return EngineStateError(
-            f"adapter {name!r} cannot be {action} while {count} requests use it: wait for or abort them"
-        )
+    def _check_unused(self, name: str, under_way: Iterable[Request], action: str) -> None:
+        """Raise ``EngineStateError`` where requests use the adapter."""
+        if count := sum(r.adapter is not None and r.adapter.name == name for r in under_way):
+            raise EngineStateError(
+                f"adapter {name!r} cannot be {action} while {count} requests use it: wait for or abort them"
+            )
 
     @torch.inference_mode(False)  # or what is copied here could not be written to later
     def place(self, adapter: Adapter, *, changed: bool = False) -> None:

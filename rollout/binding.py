@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stoker.engine.cache.kv_cache import LayerShape
 from stoker.engine.layers.fp8_weights import Fp8Weights
-from stoker.engine.layers.fused_layers import release_layers
+from stoker.engine.layers.fused_layers import release_weights
 from stoker.engine.model import ModelShell
 from stoker.engine.supported_models import check_experts, check_supported
 from stoker.engine.virtual_memory import virtual_buffer
@@ -376,5 +376,5 @@ class ModelBinding:
             self.rounded.release()
         self.wholes, self.rounded = {}, None
         if (shell := vars(self).pop("shell", None)) is not None:
-            release_layers(shell)
+            release_weights(shell)
         self.source.release()  # last: from here on each piece of memory lives as long as the parameters in it

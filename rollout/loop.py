@@ -15,11 +15,10 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from tqdm import tqdm
-
 from stoker.engine.core import EngineCore
 from stoker.engine.request import Request, Status
 from stoker.kernels.errors import EngineStateError, InvalidRequestError, RequestFailedError
+from stoker.rollout.progress import progress
 from stoker.rollout.user_values import shown
 
 _ENDED = RequestFailedError(
@@ -147,15 +146,17 @@ class Loop:
     def attempt(self, action: str, change: Callable[[], None]) -> None:
         """As ``do``, for changes that do not touch the requests under way: an exception within ends none of them."""
 
-        def failed() -> BaseException | None:
+        failed: list[BaseException] = []  # and not in a variable: the error's frames would keep it, and it them
+
+        def attempted() -> None:
             try:
                 change()
             except BaseException as error:
-                return error
-            return None
+                failed.append(error)
 
-        if (error := self.do(action, failed)) is not None:
-            raise error
+        self.do(action, attempted)
+        if failed:
+            raise failed.pop()
 
     def _change(self, change: Callable[[], _T]) -> _T:
         self._make_sound()
@@ -271,14 +272,14 @@ class Loop:
             raise
 
     def _finish(self, requests: Sequence[Request], progress_bar: bool, ended: Callable[[int], None] | None) -> None:
-        with tqdm(total=len(requests), unit="sequence", disable=not progress_bar) as progress:
+        with progress(len(requests), shown=progress_bar) as show:
             left, told = list(requests[::-1]), 0
 
             def done() -> bool:  # asked after every step: looking at all requests would cost as much as the step
                 while left and left[-1].status is Status.FINISHED:
                     left.pop()
                 if progress_bar:
-                    progress.update(sum(r.status is Status.FINISHED for r in requests) - progress.n)
+                    show(sum(r.status is Status.FINISHED for r in requests))
                 return not left or (ended is not None and len(left) < len(requests) - told)
 
             while told < len(requests):

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from stoker.engine.core import EngineCore
+from stoker.engine.layers.fused_layers import release_weights
 from stoker.kernels.errors import InvalidRequestError, StokerError
 from stoker.kernels.interrupts import uninterrupted
 from stoker.rollout.adapters import Adapters, deleted
@@ -158,18 +159,20 @@ class WeightUpdates:
         Where ``look`` fails, no request ends. To be called within ``uninterrupted``.
         """
 
-        def change() -> BaseException | None:
+        failed: list[BaseException] = []  # as in ``Loop.attempt``
+
+        def change() -> None:
             try:
                 seen = look()
             except BaseException as error:
-                return error
-            take(seen)
-            return None
+                failed.append(error)
+            else:
+                take(seen)
 
         with self._loop.gate(action):
-            error = self._loop.do(action, change)
-        if error is not None:
-            raise error
+            self._loop.do(action, change)
+        if failed:
+            raise failed.pop()
 
     def _look(self, look: Callable[[], _T], *, together: bool = False) -> _T:
         """Take weights; caches and version are out of date from then on. What is refused has changed nothing.
@@ -189,14 +192,14 @@ class WeightUpdates:
         """As ``RolloutEngine.load_adapter``; it looks at the live model, too, which may have fewer by now. check: as for ``update``."""
         action, model = "load an adapter", model_of(source)
 
-        def load() -> Exception | None:
+        def load() -> list[Exception]:
             self._core.drain()  # what is on its way was computed with the adapters as they are
             keys = [(request, request.adapter.key) for request in self._core.under_way if request.adapter is not None]
-            error = self._adapters.load(name, source, self._core.under_way)
+            refused = self._adapters.load(name, source, self._core.under_way)
             # A dtype that is new may have made others run in another one.
             self._core.scheduler.outdate([r for r, key in keys if r.adapter is not None and r.adapter.key != key])
             self._end_without_adapter()
-            return error
+            return refused
 
         with in_step(model):
             with telling(*ranks_of(model)):  # or the other ranks of a sharded model would wait
@@ -210,12 +213,12 @@ class WeightUpdates:
         """As ``RolloutEngine.unload_adapter``. check: as for ``update``."""
         self._change_adapters("unload an adapter", lambda: self._adapters.unload(name, self._core.under_way), check)
 
-    def _change_adapters(self, action: str, change: Callable[[], Exception | None], check: Callable[[], None]) -> None:
+    def _change_adapters(self, action: str, change: Callable[[], list[Exception]], check: Callable[[], None]) -> None:
         with self._loop.gate(action):
             check()
-            error = self._loop.do(action, change)
-        if error is not None:  # which was not raised within: other requests go on
-            raise error
+            refused = self._loop.do(action, change)
+        if refused:  # which was not raised within: other requests go on
+            raise refused.pop()
 
     def _end_without_adapter(self) -> None:
         for request in self._core.under_way:
@@ -236,7 +239,10 @@ class WeightUpdates:
         if noticed:
             self._binding.shell.refresh()
         written = self._binding.derive()
-        core.runner.bind(self._binding.shell)
+        before, shell = core.runner.model, self._binding.shell
+        core.runner.bind(shell)
+        if before is not shell:
+            release_weights(before)  # or weights that were replaced would stay until garbage is collected
         self._adapters.refresh()
         self._end_without_adapter()
         core.set_weight_version(version)

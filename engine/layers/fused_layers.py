@@ -95,8 +95,12 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
     return len(layers), all(layer.runs_on_ops for layer in layers)
 
 
-def release_layers(shell: ModelShell) -> None:
-    """Let go of weights that lie side by side: layers are in reference cycles, and would keep them until garbage is collected."""
+def release_weights(shell: ModelShell) -> None:
+    """Let go of all weights, and of those that lie side by side. Nothing can run on the shell afterwards.
+
+    Its modules are in reference cycles, and would keep them until garbage is collected.
+    """
+    shell.release()
     for layer in shell.module.modules():
         for branch in layer.branches if isinstance(layer, FusedDecoderLayer) else ():
             for group in branch.linears:

@@ -3,12 +3,14 @@
 import itertools
 import os
 import signal
+import threading
 
 import oracle
 import pytest
 import ranks
 import torch
 from families import make_model
+from live_setup import beside
 from mirrored import assert_matches, engine_on, step
 from small_engine import (
     CROWD,
@@ -21,6 +23,7 @@ from small_engine import (
     tokenizer,
     tokens,
 )
+from tqdm import tqdm
 
 from stoker.engine.cache.block_pool import BlockPool
 from stoker.engine.cache.block_tables import BlockTables
@@ -301,6 +304,47 @@ def test_a_second_interrupt_does_not_wait():
     assert done == [1]
     with uninterrupted():
         pass
+
+
+class InterruptedLock:
+    """A lock that Ctrl-C reaches right after it was taken for the ``interrupted``-th time."""
+
+    def __init__(self, interrupted: int) -> None:
+        self.lock, self.left = threading.RLock(), interrupted
+
+    def acquire(self) -> None:
+        self.lock.acquire()
+        self.left -= 1
+        if not self.left:
+            signal.raise_signal(signal.SIGINT)
+
+    def release(self) -> None:
+        self.lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+def test_an_interrupt_leaves_no_lock_of_progress_bars_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All threads have one lock for all bars, and tqdm takes it for one that is disabled, too."""
+    with build() as engine:
+        for number in itertools.count(1):
+            monkeypatch.setattr(tqdm, "_lock", lock := InterruptedLock(number), raising=False)
+            try:
+                engine.generate_batch(CROWD[:2], GREEDY, progress_bar=True)
+            except KeyboardInterrupt:
+                with beside(lambda lock=lock: lock.lock.acquire(timeout=10)) as taken:
+                    pass
+                assert taken == [True]
+            else:
+                break
+        assert number > 2
+        monkeypatch.setattr(tqdm, "_lock", lock := InterruptedLock(1))
+        engine.generate_batch(CROWD[:2], GREEDY)
+        assert lock.left == 1
 
 
 def test_an_interrupt_is_not_lost_where_what_it_waits_for_fails():

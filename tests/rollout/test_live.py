@@ -18,7 +18,7 @@ from live_setup import PROMPTS, at_rest, build, check_logprobs, long, nudge, sam
 
 from stoker.engine.request import Request
 from stoker.kernels.errors import EngineStateError, InvalidRequestError, RequestFailedError, UnsupportedModelError
-from stoker.rollout import loop as loop_module
+from stoker.rollout import progress as progress_module
 
 
 def test_handles_give_what_a_batch_gives() -> None:
@@ -369,12 +369,12 @@ def test_requests_that_ended_need_no_garbage_collector() -> None:
 def test_a_progress_bar_counts_each_sample_once(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[float] = []
 
-    class Noted(loop_module.tqdm):  # type: ignore[type-arg]
+    class Noted(progress_module.tqdm):  # type: ignore[type-arg]
         def update(self, n: float | None = 1) -> bool | None:
             counts.append(n or 0)
             return super().update(n)
 
-    monkeypatch.setattr(loop_module, "tqdm", Noted)
+    monkeypatch.setattr(progress_module, "tqdm", Noted)
     with build() as engine:
         engine.generate_batch(PROMPTS, [long(n=2, max_tokens=count) for count in (2, 9, 14, 20)], progress_bar=True)
     assert sum(counts) == 8
