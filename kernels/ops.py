@@ -1,7 +1,7 @@
 """The tables of device operations. An engine picks one when it is built, and never asks again what device it is on.
 
 ``reference`` has each operation in plain torch. It is the oracle for all others, and most of what a CPU runs, besides
-``cpu_attention``, ``cpu_linear`` and ``cpu_recurrent``. ``triton_ops`` has the tables of Triton's kernels:
+``cpu_attention``, ``cpu_linear``, ``cpu_recurrent`` and ``cpu_truncation``. ``triton_ops`` has the tables of Triton's kernels:
 
 - Attention: ``attention`` launches it, ``attention_config`` says how, ``attention_plan`` and ``attention_splits`` divide the
   work. Its kernels: ``attention_decode``, ``attention_prefill``, ``attention_tiles``, ``attention_write``. Before it:
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.kernels import cpu_attention, cpu_linear, cpu_recurrent
+from stoker.kernels import cpu_attention, cpu_linear, cpu_recurrent, cpu_truncation
 from stoker.kernels.errors import InvalidConfigError
 from stoker.kernels.reference import (
     attention,
@@ -160,6 +160,7 @@ CPU = replace(
     paged_attention=cpu_attention.paged_attention,
     gated_delta_rule=cpu_recurrent.gated_delta_rule,
     selective_scan=cpu_recurrent.selective_scan,
+    truncate=cpu_truncation.truncate,
 )
 
 

@@ -81,6 +81,8 @@ class Generation:
             raise InvalidRequestError(
                 f"on_scored={shown(on_scored)}: give a function of a sequence's number and its result"
             )
+        if not isinstance(entropy, bool):
+            raise InvalidRequestError(f"entropy={shown(entropy)}: give True or False")
         read, first = read_sequences(sequences, attention_mask, start, self._processor)
         variant = self._requests.variant(temperature, top_k)
         self._requests.check_sequences(read, first, isinstance(sequences, RolloutBatch))

@@ -26,7 +26,7 @@ from stoker.rollout.outputs import Completion, RolloutBatch, RolloutOutput, Toke
 from stoker.rollout.prompts import Read, check_ids, read_prompts
 from stoker.rollout.sampling_params import LARGEST, SMALLEST, SamplingParams
 from stoker.rollout.stop_strings import StopStringChecker, completion_text, special_tokens
-from stoker.rollout.user_values import as_int, as_ints, is_int, is_real, shown
+from stoker.rollout.user_values import as_int, as_ints, as_real, is_int, is_real, shown
 
 _SEED_MASK = 2**63 - 1
 _SHOWN = 40  # tokens of a prompt that is refused
@@ -168,6 +168,7 @@ class RequestMaker:
             )
 
     def variant(self, temperature: Any, top_k: Any) -> Variant:
+        temperature = as_real(temperature)
         if not is_real(temperature) or not SMALLEST <= temperature <= LARGEST:
             raise InvalidRequestError(
                 f"temperature={shown(temperature)}: it has to be a number from {SMALLEST} to {LARGEST:g} (1 is the model's own "

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from stoker.kernels.errors import InvalidRequestError
 from stoker.rollout.regex import check
-from stoker.rollout.user_values import as_ids, as_int, as_ints, is_int, is_real, shown
+from stoker.rollout.user_values import as_ids, as_int, as_ints, as_real, is_int, is_real, shown
 
 LogprobsMode = Literal["scaled", "raw", "processed"]
 _MODES: tuple[LogprobsMode, ...] = ("scaled", "raw", "processed")
@@ -119,7 +119,7 @@ class SamplingParams:
         given = self.logit_bias
         pairs = given.items() if isinstance(given, Mapping) else given
         try:
-            found: dict[Any, Any] = {as_int(token): bias for token, bias in pairs}
+            found: dict[Any, Any] = {as_int(token): as_real(bias) for token, bias in pairs}
         except (TypeError, ValueError):
             found = {None: None}
         for token, bias in found.items():
@@ -140,7 +140,7 @@ class SamplingParams:
         object.__setattr__(self, name, int(value))
 
     def _real(self, name: str, low: float, high: float, open_low: bool = False) -> None:
-        value = getattr(self, name)
+        value = as_real(getattr(self, name))
         # By the bounds, which say no to NaN too: an integer may be too large to become a float.
         if not is_real(value) or not low <= value <= high or (open_low and value == low):
             bounds = f"{'above' if open_low else 'at least'} {low:g} and at most {high:g}"

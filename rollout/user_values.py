@@ -1,4 +1,4 @@
-"""Values that a user gave: turns integers of numpy and torch into Python's, and shortens values for error messages."""
+"""Values that a user gave: turns numbers of numpy and torch into Python's, and shortens values for error messages."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ def as_int(value: Any) -> Any:
     """An integer of numpy or torch as Python's; anything else as it is."""
     if isinstance(value, (np.generic, np.ndarray, Tensor)) and not value.ndim:
         return int(value) if holds_integers(value) else value
+    return value
+
+
+def as_real(value: Any) -> Any:
+    """A number of numpy or torch, as a schedule computes it, as Python's; anything else as it is, a truth value too."""
+    if isinstance(value, (np.generic, np.ndarray, Tensor)) and not value.ndim and "bool" not in str(value.dtype):
+        return value.item()
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -11,6 +12,7 @@ from chances import assert_follows
 from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from stoker.kernels.ops import CPU
 from stoker.kernels.reference import sampling
 from stoker.kernels.reference.sampling import (
     SAMPLE_BLOCK,
@@ -250,8 +252,13 @@ def warped(logits: Tensor, k: int, p: float, min_p: float) -> Tensor:
     return scores[0]
 
 
+by_each = pytest.mark.parametrize("truncate", [truncate, CPU.truncate], ids=["reference", "cpu"])
+Truncate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@by_each
 @pytest.mark.parametrize("vocab", [10, 1000])
-def test_truncation_keeps_what_transformers_keeps(vocab: int) -> None:
+def test_truncation_keeps_what_transformers_keeps(vocab: int, truncate: Truncate) -> None:
     """Every combination in one batch, a row each."""
     settings = list(product([0, 1, 3, 8, 5000], [1.0, 0.95, 0.5, 0.05, 1e-6], [0.0, 0.01, 0.2, 1.0]))
     top_k, top_p, min_p = zip(*settings, strict=True)
@@ -263,14 +270,37 @@ def test_truncation_keeps_what_transformers_keeps(vocab: int) -> None:
     assert out.isfinite().any(-1).all()
 
 
-def test_tokens_tied_with_the_last_of_top_k_stay() -> None:
+@by_each
+def test_tokens_tied_with_the_last_of_top_k_stay(truncate: Truncate) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0, 2.0]])
     out = truncate(logits, torch.tensor([2]), torch.tensor([1.0]), torch.tensor([0.0]))
     assert torch.equal(out, warped(logits[0], 2, 1.0, 0.0)[None])
     assert out.isfinite().tolist() == [[False, True, True, True, False, True]]
 
 
-def test_a_row_that_asks_for_nothing_is_untouched_by_its_neighbours() -> None:
+@by_each
+def test_a_row_that_asks_for_nothing_is_untouched_by_its_neighbours(truncate: Truncate) -> None:
     logits = torch.randn(3, 700)
     out = truncate(logits, torch.tensor([0, 1, 0]), torch.tensor([1.0, 0.1, 1.0]), torch.tensor([0.0, 0.5, 0.0]))
     assert torch.equal(out[::2], logits[::2]) and out[1].isfinite().sum() == 1
+
+
+@pytest.mark.parametrize("spread", [0.1, 2.0, 8.0])
+def test_on_a_cpu_a_row_is_truncated_as_it_is_alone(spread: float) -> None:
+    """However many of the most likely tokens its neighbours have the operation look at, and whether it then sorts them all."""
+    settings = list(product([0, 4, 5, 100, 319], [1.0, 0.99, 0.7, 1e-6], [0.0, 0.05]))
+    cut = [torch.tensor(column) for column in zip(*settings, strict=True)]
+    logits = torch.randn(len(settings), 320) * spread
+    out = CPU.truncate(logits, *cut)
+    assert torch.equal(out, truncate(logits, *cut))
+    assert torch.equal(
+        out, torch.cat([CPU.truncate(*row) for row in zip(*(t.split(1) for t in (logits, *cut)), strict=True)])
+    )
+
+
+def test_on_a_cpu_nothing_is_taken_from_a_row_that_is_not_a_number() -> None:
+    logits = torch.randn(3, 130)
+    logits[1, 7], logits[2] = math.nan, -INF
+    out = CPU.truncate(logits, torch.tensor([2, 0, 2]), torch.tensor([0.9, 0.9, 0.9]), torch.tensor([0.1, 0.1, 0.1]))
+    assert torch.equal(out[0], truncate(logits[:1], *(torch.tensor([x]) for x in (2, 0.9, 0.1)))[0])
+    assert out[1, 7].isnan() and out[2].eq(-INF).all()

@@ -11,7 +11,7 @@ from chances import assert_follows
 from torch import Tensor
 
 from stoker.kernels import sampling, truncation
-from stoker.kernels.ops import REFERENCE, Ops
+from stoker.kernels.ops import CPU, REFERENCE, Ops
 from stoker.kernels.sampling import SPLIT
 from stoker.kernels.triton_ops import TRITON
 
@@ -297,10 +297,11 @@ def by_rule(logits: Tensor, k: int, p: float, min_p: float) -> Tensor:
     return kept & (mass >= min_p)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("implementation", ["reference", "triton", "cpu"])
 @pytest.mark.parametrize("p", [1.0, 0.61, 1e-30])
 def test_equal_logits_share_a_fate(implementation: str, p: float) -> None:
-    ops = {"reference": REFERENCE, "triton": TRITON}[implementation]
+    ops = {"reference": REFERENCE, "triton": TRITON, "cpu": CPU}[implementation]
+    device = "cpu" if ops is CPU else DEVICE
     rows = torch.stack(
         (
             torch.randint(-3, 4, (70,)).float(),
@@ -314,7 +315,8 @@ def test_equal_logits_share_a_fate(implementation: str, p: float) -> None:
     min_ps = [0.0, 0.1, 0.0, 0.0, 0.1] if p == 0.61 else [0.1, 0.0, 0.1, 0.0, 0.0]
     for k, min_p in zip([0, 1, 30, 69, 2**40], min_ps, strict=True):
         count = len(rows)
-        out = ops.truncate(rows.to(DEVICE), *on([k] * count, [p] * count, [min_p] * count)).cpu()
+        cut = (column.to(device) for column in on([k] * count, [p] * count, [min_p] * count))
+        out = ops.truncate(rows.to(device), *cut).cpu()
         wanted = torch.stack([by_rule(row, k, p, min_p) for row in rows])
         assert torch.equal(out != -INF, wanted), (k, min_p)
         assert torch.equal(out[wanted], rows[wanted])

@@ -92,6 +92,24 @@ def test_integers_of_torch_are_integers():
     assert {type(v) for v in (params.n, params.max_tokens, *params.stop_token_ids)} == {int}
 
 
+@pytest.mark.parametrize("number", [np.array(0.5), np.float16(0.5), torch.tensor(0.5), torch.tensor(0.5).bfloat16()])
+def test_what_a_schedule_computes_is_a_number(number):
+    params = SamplingParams(temperature=number, top_p=number, min_p=number, logit_bias={5: number})
+    assert params == SamplingParams(temperature=0.5, top_p=0.5, min_p=0.5, logit_bias={5: 0.5})
+    assert type(params.temperature) is type(params.logit_bias[0][1]) is float
+
+
+@pytest.mark.parametrize(
+    "number", [np.array([0.5]), np.array(True), torch.tensor([0.5]), torch.tensor(True), torch.tensor(1j)]
+)
+def test_other_tensors_are_no_numbers(number):
+    for name in ("temperature", "top_p", "presence_penalty"):
+        with pytest.raises(InvalidRequestError, match=rf"^{name}=.*: it has to be a finite number"):
+            SamplingParams(**{name: number})
+    with pytest.raises(InvalidRequestError, match="^logit_bias="):
+        SamplingParams(logit_bias={5: number})
+
+
 def test_edges_are_accepted():
     SamplingParams(temperature=0, top_p=1e-9, min_p=1.0, min_tokens=16, seed=-1, presence_penalty=-2)
 

@@ -38,6 +38,7 @@ pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
             ([[1, 2]], {"temperature": t}, r"^temperature=.*: it has to be a number from 1e-15 to 1e\+15")
             for t in (0, 0.0, -1.0, 1e-45, 1e39, math.nan, math.inf, True, "1")
         ),
+        ([[1, 2]], {"entropy": "False"}, r"^entropy='False': give True or False$"),
         ([[1, 2]], {"on_scored": 3}, r"^on_scored=3: give a function of a sequence's number and its result$"),
         *(
             ([[1, 2]], {"top_k": k}, rf"^top_k=.*: it has to be an integer from 0 to {VOCAB}")
