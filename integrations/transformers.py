@@ -38,7 +38,6 @@ _MADE_BY_GENERATE = {
     "SequenceBiasLogitsProcessor": "sequence_bias",
     "MaxLengthCriteria": "max_length",
     "EosTokenCriteria": "eos_token_id",
-    "StopStringCriteria": "stop_strings",
 }
 # Of what ``generate`` hands on for the model's forward, that which says nothing beyond the token ids and their mask.
 _OF_THE_FORWARD = {"attention_mask", "position_ids", "past_key_values", "cache", "use_cache", "logits_to_keep"}
@@ -119,6 +118,8 @@ def on_engine(engine: RolloutEngine, **settings: Any) -> Callable[..., Tensor | 
     """
     if not isinstance(engine, RolloutEngine):
         raise InvalidRequestError(f"on_engine takes an engine, and this is a {type(engine).__name__}")
+    if "n" in settings:
+        raise InvalidRequestError("on_engine(n=...): say it to generate, as num_return_sequences")
 
     def decode(
         model: nn.Module,

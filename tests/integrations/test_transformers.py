@@ -181,6 +181,11 @@ def test_another_model_is_refused(model: Any) -> None:
         on_engine(model)  # type: ignore[arg-type]
 
 
+def test_how_many_samples_is_generates_to_say(model: Any) -> None:
+    with RolloutEngine(model) as engine, pytest.raises(InvalidRequestError, match="num_return_sequences"):
+        on_engine(engine, n=4)
+
+
 # -- generate_batch ----------------------------------------------------------------------------------------------------
 
 
