@@ -26,7 +26,9 @@ _FEW, _SHORT = 4, 3072  # rows, and how many numbers these have together if they
 # oneDNN compiles for each number of rows, as fast as for the next multiple of 16, and keeps some 0.5 MB each. So there are only
 # these, beside the few.
 _ROWS, _MOST_ROWS = 16, 128
-_MOST_TURNED = 64  # rows; of more, turning the result round takes longer than packing the weight
+# Rows and numbers of a result that is turned round: of more rows, that takes longer than packing the weight, and of more
+# numbers, logits for example, there is no memory for both.
+_MOST_TURNED = 64, 2**18
 
 
 def _pays() -> bool:
@@ -71,7 +73,7 @@ def linear(
             row_scales=row_scales,
         )
     x = x if norm is None else rms_norm(x, *norm)
-    out = _product(x, weight, bias, by_columns=gated is not None or residual is not None or len(x) <= _MOST_TURNED)
+    out = _product(x, weight, bias, by_columns=gated is not None or residual is not None or _turned(x, weight))
     if gated is not None:
         out = act_mul(out, gated)
     if residual is None:
@@ -110,17 +112,19 @@ def adapted(
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, *, by_columns: bool) -> Tensor:
     """``x @ weight.T + bias``, [T, N]. by_columns: it may lie like that in memory, as ``x`` may."""
     rows, depth = x.shape
-    if rows <= _FEW and (rows == 1 or rows * depth > _SHORT):
-        return _onednn(x.contiguous(), weight, bias)
-    if rows <= _FEW:
-        out = torch.mm(weight, x.t()).t()
-    else:
-        if missing := -rows % _ROWS:
-            x = F.pad(x.t(), (0, missing)).t() if x.stride(0) == 1 else F.pad(x, (0, 0, 0, missing))
-        if not by_columns:
-            return _onednn(x.contiguous(), weight, bias)[:rows]
-        out = _onednn(weight, x, None).t()[:rows]
+    few = rows <= _FEW
+    if not few and (missing := -rows % _ROWS):
+        x = F.pad(x.t(), (0, missing)).t() if x.stride(0) == 1 else F.pad(x, (0, 0, 0, missing))
+    if not by_columns or rows == 1 or (few and rows * depth > _SHORT):
+        return _onednn(x.contiguous(), weight, bias)[:rows]
+    out = torch.mm(weight, x.t()).t() if few else _onednn(weight, x, None).t()[:rows]
     return out if bias is None else out.add_(bias)
+
+
+def _turned(x: Tensor, weight: Tensor) -> bool:
+    """Whether a result that lies by columns is to be turned round."""
+    rows, numbers = _MOST_TURNED
+    return len(x) <= rows and len(x) * len(weight) <= numbers
 
 
 def _onednn(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:

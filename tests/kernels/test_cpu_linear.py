@@ -67,6 +67,14 @@ def test_shapes_are_few(asked: list[Rows]) -> None:
     assert len(asked) == 127 and len(set(asked)) == 11  # of two rows MKL is the fastest
 
 
+@pytest.mark.parametrize("rows", [2, 7])
+def test_logits_are_there_once(rows: int, asked: list[Rows]) -> None:
+    x, weight = torch.randn(rows, 32), torch.randn(2**18 // rows + 1, 32)
+    out = CPU.linear(x, weight)
+    assert asked == [(2 if rows == 2 else 16, len(weight))]
+    assert_close(out, x.double() @ weight.t().double(), torch.float32)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 48, 100])
 def test_a_down_projection_takes_what_lies_by_columns(rows: int, asked: list[Rows]) -> None:
     x, gate_up, down = torch.randn(rows, 36), torch.randn(128, 36), torch.randn(36, 64)
