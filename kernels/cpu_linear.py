@@ -2,7 +2,7 @@
 
 Of two matrices oneDNN packs the right one anew at each call. So the weight, which is large, is on the left, and the result lies
 column by column: what reads it next takes it like that, or it is turned round. Measured on AMD EPYC, two threads, weights of
-2**16 numbers and more, 5 to 128 rows: this takes 0.6 to 0.95 of oneDNN's time with the weight on the right, and 0.3 to 0.7 of
+2**16 numbers and more, 5 to 128 rows: this takes 0.6 to 0.97 of oneDNN's time with the weight on the right, and 0.3 to 0.7 of
 MKL's. Of two to four short rows MKL is the fastest, with the weight on the left as well. On Intel's processors, which MKL is
 made for, MKL is kept.
 """
