@@ -68,6 +68,9 @@ def test_samples_carry_the_log_probabilities_of_the_weights_they_were_drawn_from
     def noted_tell(version: int) -> None:
         newest_at[version] = engine.weight_version
         tell(version)
+        end = time.monotonic() + 30
+        while version == 2 and threads() and time.monotonic() < end and all(s.model_version == 1 for s in samples):
+            time.sleep(1e-3)  # or all steps might be over before a group that begins now is
 
     engine.submit, engine.pause = noted_submit, pause_within_a_completion  # type: ignore[method-assign, assignment]
     engine.update_weights, rollouts.update_model_version = noted_update, noted_tell  # type: ignore[method-assign, assignment]
