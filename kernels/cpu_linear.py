@@ -102,6 +102,10 @@ def adapted(
     plain = residual is None and bias is None and x.dtype == weight.dtype == torch.float32
     if plain and isinstance(change, Sums) and change.b[0].dtype == x.dtype and not _takes(x, weight):
         out = change.of(x).view(len(x), -1).addmm_(x, weight.t())
+    elif gated is not None and not isinstance(change, Sums) and _takes(x, weight):
+        out = _product(x, weight, bias, by_columns=True)  # the matrices' products go into either layout
+        if change is not None:
+            change(x, out)
     else:
         out = linear(x, weight, bias, residual=residual, in_place=in_place, row_scales=row_scales)
         if change is not None:

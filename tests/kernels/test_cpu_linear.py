@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from linears import expected_linear, make_linear
+from lora_oracle import dense, make_table
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from triton_oracle import assert_close
 
 from stoker.kernels import cpu_linear
 from stoker.kernels.ops import CPU, REFERENCE
+from stoker.kernels.reference.lora import AdapterRows
 from stoker.rollout import RolloutEngine, SamplingParams
 
 LEAST = 32 * 32  # of a weight here; 2**16 and 2**18 where it counts
@@ -85,6 +88,24 @@ def test_a_down_projection_takes_what_lies_by_columns(rows: int, asked: list[Row
     )
     assert out.is_contiguous() and (rows == 1 or between.t().is_contiguous() == (rows == 2 or rows > 4))
     assert_close(out, expected, torch.float32)
+
+
+@pytest.mark.parametrize("how", ["plain", "bias", "gains", "none"])
+@pytest.mark.parametrize(
+    "slots",
+    [[2] * 20, [1] * 10 + [2] * 10, [0] * 4 + [1] * 8 + [3] * 8, [1, 2, 3, 0] * 5, [3, 1, 2] * 6, [2, 0], [1, 2, 2]],
+)
+def test_adapters_over_what_lies_by_columns(slots: list[int], how: str, asked: list[Rows]) -> None:
+    gains, shifts = ((1, 2), (3,)) if how == "gains" else ((), ())
+    ranks = {1: 3, 2: 8, 3: 8}
+    table = make_table([64, 64], 36, ranks, torch.float32, biased=how == "bias", gains=gains, shifts=shifts)
+    rows = AdapterRows(torch.tensor([0] * len(slots) if how == "none" else slots))
+    x, weight, bias = torch.randn(len(slots), 36), torch.randn(128, 36), torch.randn(128) if how == "bias" else None
+    assert CPU.adapted_linear is not None
+    gate, up = dense(x, F.linear(x, weight, bias), table, rows.slots).chunk(2, 1)
+    for _ in range(2):  # steps
+        assert_close(CPU.adapted_linear(x, weight, bias, table, rows, gated="silu"), F.silu(gate) * up, torch.float32)
+    assert len(slots) < 5 or asked == [(128, 32)] * 2  # the weight on the left
 
 
 @pytest.mark.filterwarnings("ignore:TF32")  # from turning oneDNN off
