@@ -102,7 +102,7 @@ def adapted(
     plain = residual is None and bias is None and x.dtype == weight.dtype == torch.float32
     if plain and isinstance(change, Sums) and change.b[0].dtype == x.dtype and not _takes(x, weight):
         out = change.of(x).view(len(x), -1).addmm_(x, weight.t())
-    elif gated is not None and not isinstance(change, Sums) and _takes(x, weight):
+    elif gated is not None and residual is None and not isinstance(change, Sums) and _takes(x, weight):
         out = _product(x, weight, bias, by_columns=True)  # the matrices' products go into either layout
         if change is not None:
             change(x, out)
