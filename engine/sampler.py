@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stoker.engine.device import Runtime
 from stoker.kernels.ops import Ops
+from stoker.kernels.reference.adjustments import IN_PROMPT, SAMPLED, Banned, Bias, Penalties
 from stoker.kernels.reference.constraints import ConstraintRows
 
 LOGPROBS_MODES = ("scaled", "raw", "processed")
@@ -45,13 +46,18 @@ class SamplingRows:
     top_logprobs: int  # the most any row asks for
     constraints: ConstraintRows | None = None  # None where no row has one
 
+    def part(self, rows: slice) -> SamplingRows:
+        """Some of the rows. The flags stay those of all."""
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: of[rows] for name, of in columns.items() if isinstance(of, Tensor)})
+
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
     tokens: Tensor  # int64 [R]
     logprobs: Tensor  # fp32 [R]
-    top_ids: Tensor | None  # int64 [R, K]
-    top_logprobs: Tensor | None  # fp32 [R, K]
+    top_ids: Tensor | None = None  # int64 [R, K]
+    top_logprobs: Tensor | None = None  # fp32 [R, K]
 
     @property
     def columns(self) -> list[Tensor]:
@@ -62,33 +68,22 @@ class SamplerOutput:
 class PenaltyState:
     """Which tokens a slot's prompt has, and how often its completion has each. Made when a request first needs it.
 
-    Memory: 5 bytes a slot and vocabulary entry. A spare slot takes what padded rows sample.
+    Memory: 4 bytes a slot and vocabulary entry. A spare slot takes what padded rows sample.
     """
 
-    def __init__(self, num_slots: int, vocab: int, device: torch.device) -> None:
-        self.in_prompt = torch.zeros(num_slots + 1, vocab, dtype=torch.bool, device=device)
-        self.counts = torch.zeros(num_slots + 1, vocab, dtype=torch.int32, device=device)
+    def __init__(self, ops: Ops, num_slots: int, vocab: int, device: torch.device) -> None:
+        self.ops = ops
+        self.seen = torch.zeros(num_slots + 1, vocab, dtype=torch.int32, device=device)  # as ``Penalties`` says
 
     def start(self, slot: int, prompt: Tensor, output: Tensor) -> None:
         """Begin a request in a slot. prompt, output: ids it has so far, int64."""
-        self.in_prompt[slot].zero_().index_fill_(0, prompt, True)
+        seen = self.seen[slot].zero_().index_fill_(0, prompt, IN_PROMPT)
         # Not bincount, which waits for the device to learn the largest id.
-        self.counts[slot].zero_().scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+        seen.scatter_add_(0, output, torch.full_like(output, SAMPLED, dtype=torch.int32))
 
     def add(self, slots: Tensor, tokens: Tensor) -> None:
         """Count what was sampled. slots, tokens: int64 [R]."""
-        # Not index_put_, which sorts. Only the spare slot occurs more than once, and integers may be added in any order.
-        places = slots * self.counts.shape[1] + tokens
-        self.counts.view(-1).scatter_add_(0, places, torch.ones_like(tokens, dtype=torch.int32))
-
-    def apply(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """The logits with every row's penalties, fp32 [R, V]. logits: fp32 [R, V]."""
-        counts = self.counts.index_select(0, rows.slots)
-        seen = self.in_prompt.index_select(0, rows.slots) | (counts > 0)
-        repetition = rows.repetition[:, None]
-        # Keskar et al. (CTRL, 2019), section 4.1, in the form every library uses: positive logits shrink, negative grow.
-        logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
-        return logits - rows.frequency[:, None] * counts - rows.presence[:, None] * (counts > 0)
+        self.ops.count(self.seen, slots, tokens)
 
 
 class Sampler:
@@ -101,7 +96,7 @@ class Sampler:
         self.penalties: PenaltyState | None = None
 
     def start_penalties(self, slot: int, prompt: list[int], output: list[int]) -> None:
-        self.penalties = self.penalties or PenaltyState(*self._shape)
+        self.penalties = self.penalties or PenaltyState(self.ops, *self._shape)
         ids = (np.array(tokens, dtype=np.int64) for tokens in (prompt, output))
         self.penalties.start(slot, *self.runtime.upload(*ids))
 
@@ -121,25 +116,28 @@ class Sampler:
 
     def __call__(self, logits: Tensor, rows: SamplingRows, positions: Tensor, noise: Tensor | None) -> SamplerOutput:
         """logits: [R, V] of any float dtype; positions: int64 [R], of the tokens to be sampled; noise: of the step."""
-        masked = rows.any_min_tokens or rows.any_biased or rows.constraints is not None
-        if rows.any_penalised or masked or rows.any_truncated or rows.top_logprobs:
-            logits = logits.float()  # the operations that follow compute in fp32 in any case
+        count = len(logits)
+        together = count if self.ops.rows_together is None else self.ops.rows_together(logits.shape[1])
+        if together >= count:
+            return self._sample(logits, rows, positions, noise)
+        parts = []
+        for first in range(0, count, together):
+            at = slice(first, first + together)
+            own_noise = None if noise is None else noise[at]
+            parts.append(self._sample(logits[at], rows.part(at), positions[at], own_noise).columns)
+        return SamplerOutput(*map(torch.cat, zip(*parts, strict=True)))
+
+    def _sample(self, logits: Tensor, rows: SamplingRows, positions: Tensor, noise: Tensor | None) -> SamplerOutput:
         inverse = rows.temperature.reciprocal()
         # Every tensor here costs a kernel in every step, so make only what some row asks for.
         one = torch.ones_like(inverse) if rows.any_truncated or rows.modes != (0,) else inverse
         processed, processed_inverse = logits, inverse
-        if rows.any_biased:
-            # Not scatter_add, which would add the padding too.
-            processed = processed.scatter(1, rows.biased, processed.gather(1, rows.biased) + rows.bias)
-        if rows.any_penalised:
-            assert self.penalties is not None
-            processed = self.penalties.apply(processed, rows)
-        if rows.any_min_tokens:
-            processed = _without(processed, rows.stop_ids, (positions < rows.first_stop)[:, None])
+        if rows.any_biased or rows.any_penalised or rows.any_min_tokens:
+            processed = self.adjusted(logits, rows, positions)
         if rows.constraints is not None:
             processed = self.ops.constrain(processed, rows.constraints, rows.slots, positions)
         if rows.any_truncated:
-            processed = self.ops.truncate(processed * inverse[:, None], rows.top_k, rows.top_p, rows.min_p)
+            processed = self.ops.truncate(processed, inverse, rows.top_k, rows.top_p, rows.min_p)
             processed_inverse = one
         tokens, own_logprobs = self.ops.sample(
             processed,
@@ -161,18 +159,23 @@ class Sampler:
             if mode not in (as_sampled, 2):
                 logprobs = torch.where(rows.mode == mode, self.ops.token_logprobs(*bases[mode], tokens), logprobs)
         if not rows.top_logprobs:
-            return SamplerOutput(tokens, logprobs, None, None)
-        basis = torch.empty_like(logits)
+            return SamplerOutput(tokens, logprobs)
+        basis = torch.empty_like(logits, dtype=torch.float32)
         for mode in rows.modes:
             source, scale = bases[mode]
             basis = torch.where((rows.mode == mode)[:, None], source * scale[:, None], basis)
         values, ids = basis.topk(rows.top_logprobs, dim=-1)
         return SamplerOutput(tokens, logprobs, ids, values - basis.logsumexp(-1, keepdim=True))
 
-
-def _without(logits: Tensor, ids: Tensor, where: Tensor) -> Tensor:
-    """Logits under which these ids cannot be sampled, in rows where that is so. ids: int64 [R, S]; where: bool [R, 1]."""
-    vocab = logits.shape[-1]
-    banned = torch.zeros(logits.shape[0], vocab + 1, dtype=torch.bool, device=logits.device)
-    banned.scatter_(1, ids, True)  # the padding id falls into the extra column
-    return logits.masked_fill(banned[:, :vocab] & where, float("-inf"))
+    def adjusted(self, logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
+        """The logits with every row's bias and penalties, and without what may not come yet, fp32 [R, V]."""
+        penalties = None
+        if rows.any_penalised:
+            assert self.penalties is not None
+            penalties = Penalties(self.penalties.seen, rows.slots, rows.repetition, rows.presence, rows.frequency)
+        return self.ops.adjust(
+            logits,
+            Bias(rows.biased, rows.bias) if rows.any_biased else None,
+            penalties,
+            Banned(rows.stop_ids, rows.first_stop, positions) if rows.any_min_tokens else None,
+        )

@@ -1,7 +1,7 @@
 """The tables of device operations. An engine picks one when it is built, and never asks again what device it is on.
 
 ``reference`` has each operation in plain torch. It is the oracle for all others, and most of what a CPU runs, besides
-``cpu_attention``, ``cpu_linear``, ``cpu_recurrent`` and ``cpu_truncation``. ``triton_ops`` has the tables of Triton's kernels:
+``cpu_attention``, ``cpu_linear``, ``cpu_recurrent`` and ``cpu_sampling``. ``triton_ops`` has the tables of Triton's kernels:
 
 - Attention: ``attention`` launches it, ``attention_config`` says how, ``attention_plan`` and ``attention_splits`` divide the
   work. Its kernels: ``attention_decode``, ``attention_prefill``, ``attention_tiles``, ``attention_write``. Before it:
@@ -9,7 +9,7 @@
 - Projections: ``linear``, ``linear_measured``, ``linear_streamed`` with ``linear_cuts``, ``linear_invariant``; ``fp8``; ``lora``,
   ``lora_shrink``, ``lora_expand``, ``lora_ahead``.
 - Experts: ``routing``, ``moe``, ``grouping``. Recurrences: ``recurrent``, ``recurrent_chunks``, ``causal_conv``, ``gates``.
-- Sampling: ``sampling``, ``truncation``, ``constraints``, ``decode_window``.
+- Sampling: ``sampling``, ``adjustments``, ``truncation``, ``constraints``, ``decode_window``.
 - Weights: ``checksum``, ``copies``. How any kernel is launched: ``launch``.
 
 ``errors``, ``host_memory`` and ``interrupts`` are here because every folder may import from this one.
@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.kernels import cpu_attention, cpu_linear, cpu_recurrent, cpu_truncation
+from stoker.kernels import cpu_attention, cpu_linear, cpu_recurrent, cpu_sampling
 from stoker.kernels.errors import InvalidConfigError
 from stoker.kernels.reference import (
+    adjustments,
     attention,
     attention_plan,
     checksum,
@@ -44,6 +45,7 @@ from stoker.kernels.reference import (
     routing,
     sampling,
 )
+from stoker.kernels.reference.adjustments import Banned, Bias, Penalties
 from stoker.kernels.reference.constraints import ConstraintRows
 from stoker.kernels.reference.fp8 import FP8
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
@@ -83,7 +85,9 @@ class Ops:
     sample: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
     token_logprobs: Callable[[Tensor, Tensor, Tensor], Tensor]
     score_tokens: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-    truncate: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    adjust: Callable[[Tensor, Bias | None, Penalties | None, Banned | None], Tensor]
+    count: Callable[[Tensor, Tensor, Tensor], None]
+    truncate: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     constrain: Callable[[Tensor, ConstraintRows, Tensor, Tensor], Tensor]
     follow: Callable[[Tensor, ConstraintRows, Tensor, int], None]
     # From one decode step to the next.
@@ -103,6 +107,8 @@ class Ops:
     # From how many shared first keys on attention reads them once for neighbouring decode rows. ``plan_attention`` is then
     # told whether to look for such rows. None: it always looks.
     shared_from: int | None = None
+    # How many rows of logits over so many tokens are sampled one after the other; None: all at a time.
+    rows_together: Callable[[int], int] | None = None
     # Bytes of attention's workspace on the device, as a function of (most rows, columns of the block table, block size, query
     # heads, value dimension). There is one workspace for each pair of the last two that occurs among the layers.
     attention_workspace: Callable[..., int] | None = None
@@ -142,6 +148,8 @@ REFERENCE = Ops(
     sample=sampling.sample,
     token_logprobs=sampling.token_logprobs,
     score_tokens=sampling.score_tokens,
+    adjust=adjustments.adjust,
+    count=adjustments.count,
     truncate=sampling.truncate,
     constrain=constraints.constrain,
     follow=constraints.follow,
@@ -160,7 +168,9 @@ CPU = replace(
     paged_attention=cpu_attention.paged_attention,
     gated_delta_rule=cpu_recurrent.gated_delta_rule,
     selective_scan=cpu_recurrent.selective_scan,
-    truncate=cpu_truncation.truncate,
+    rows_together=cpu_sampling.rows_together,
+    adjust=cpu_sampling.adjust,
+    truncate=cpu_sampling.truncate,
 )
 
 

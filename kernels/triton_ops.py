@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from stoker.kernels import (
+    adjustments,
     attention,
     attention_plan,
     causal_conv,
@@ -56,6 +57,8 @@ TRITON = replace(
     sample=sampling.sample,
     token_logprobs=sampling.token_logprobs,
     score_tokens=sampling.score_tokens,
+    adjust=adjustments.adjust,
+    count=adjustments.count,
     truncate=truncation.truncate,
     constrain=constraints.constrain,
     follow=constraints.follow,

@@ -116,24 +116,30 @@ def score_tokens(logits: Tensor, inverse_temperature: Tensor, tokens: Tensor) ->
     return torch.cat(logprobs), torch.cat(entropy), torch.cat(rank)
 
 
+def rows_within(numbers: int, vocab: int) -> int:
+    """How many rows hold that many numbers for each thread; one a thread at least, which is how torch divides most work."""
+    threads = torch.get_num_threads()
+    return max(threads, numbers * threads // vocab)
+
+
 def _parts(logits: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Rows in parts that a CPU's caches hold with what an operation makes of them: the work is reading memory."""
-    rows = max(1, _CACHED * torch.get_num_threads() // logits.shape[1])
+    rows = rows_within(_CACHED, logits.shape[1])
     for start in range(0, max(len(logits), 1), rows):
         yield tuple(tensor[start : start + rows] for tensor in (logits, *columns))
 
 
-def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The logits with -inf for tokens outside top-k, then top-p, then min-p, each applied to what the one before left.
+def truncate(logits: Tensor, inverse_temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """``logits / temperature`` with -inf for tokens outside top-k, then top-p, then min-p, each applied to what the one before left.
 
-    logits: [R, V] of any float dtype, already scaled by temperature; top_k: int64 [R], 0 is off; top_p, min_p: fp32 [R],
-    off at 1 and 0. Returns fp32 [R, V]. Tokens with equal logits are kept or excluded together, so the order of sorting
+    logits: [R, V] of any float dtype; inverse_temperature: fp32 [R]; top_k: int64 [R], 0 is off; top_p, min_p: fp32 [R], off
+    at 1 and 0. Returns fp32 [R, V]. Tokens with equal logits are kept or excluded together, so the order of sorting
     does not matter. Top-k keeps the tokens with fewer than k larger ones; top-p those whose more likely tokens have less
     than p of the mass; min-p those with at least min_p of the largest probability. The most likely token always stays, and
     so does NaN.
     """
     vocab = logits.shape[-1]
-    values, order = logits.float().sort(dim=-1, descending=True, stable=True)
+    values, order = (logits.float() * inverse_temperature[:, None]).sort(dim=-1, descending=True, stable=True)
     k = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)[:, None]
     values = values.masked_fill(values < values.gather(1, k - 1), float("-inf"))
     probs = values.softmax(-1)

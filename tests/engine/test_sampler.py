@@ -12,7 +12,8 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from stoker.engine.device import CpuRuntime
 from stoker.engine.sampler import LOGPROBS_MODES, Sampler, SamplerOutput, SamplingRows
-from stoker.kernels.ops import REFERENCE
+from stoker.kernels.ops import CPU, REFERENCE
+from stoker.kernels.reference.adjustments import IN_PROMPT, SAMPLED
 
 VOCAB = 300
 SLOTS = 6
@@ -58,9 +59,9 @@ def make_rows(*requests: dict[str, Any], top_logprobs: int = 0) -> SamplingRows:
     )
 
 
-@pytest.fixture
-def sampler() -> Sampler:
-    return Sampler(REFERENCE, CpuRuntime(torch.device("cpu")), SLOTS, VOCAB)
+@pytest.fixture(params=[REFERENCE, CPU], ids=["reference", "cpu"])
+def sampler(request: pytest.FixtureRequest) -> Sampler:
+    return Sampler(request.param, CpuRuntime(torch.device("cpu")), SLOTS, VOCAB)
 
 
 def positions(count: int, start: int = 40) -> Tensor:
@@ -110,8 +111,7 @@ def test_penalties_are_those_of_transformers_and_openai(sampler: Sampler) -> Non
     order = torch.randperm(len(PENALISED)).tolist()  # rows need not be in the order of the slots
     rows = make_rows(*(PENALISED[slot] | {"slot": slot} for slot in order))
     logits = torch.randn(len(order), VOCAB) * 4
-    assert sampler.penalties is not None
-    out = sampler.penalties.apply(logits, rows)
+    out = sampler.adjusted(logits, rows, positions(len(order)))
     wanted = [penalised(x, prompts[s], outputs[s], DEFAULTS | PENALISED[s]) for x, s in zip(logits, order, strict=True)]
     torch.testing.assert_close(out, torch.stack(wanted), rtol=1e-6, atol=1e-6)
     # Nothing asked, nothing changed: to the bit.
@@ -157,15 +157,16 @@ def test_what_a_row_samples_for_nobody_is_not_counted(sampler: Sampler) -> None:
     assert sampler.penalties is not None
     request = {"frequency": 1.0, "greedy": True}
     sample(sampler, torch.randn(2, VOCAB), make_rows(request, request), positions(2))
-    assert not sampler.penalties.counts[:SLOTS].any() and sampler.penalties.counts[SLOTS].sum() == 2
+    seen = sampler.penalties.seen
+    assert seen[:SLOTS].sum() == seen[2, 1] == IN_PROMPT and seen[SLOTS].sum() == 2 * SAMPLED
 
 
 def test_a_slot_starts_clean(sampler: Sampler) -> None:
     sampler.start_penalties(0, [1, 2, 3], [4, 4, 5])
     sampler.start_penalties(0, [6], [])
     assert sampler.penalties is not None
-    assert sampler.penalties.in_prompt[0].nonzero().flatten().tolist() == [6]
-    assert not sampler.penalties.counts[0].any()
+    assert sampler.penalties.seen[0].nonzero().flatten().tolist() == [6]
+    assert sampler.penalties.seen[0, 6] == IN_PROMPT
 
 
 def test_the_tokens_of_a_penalised_request_are_sent_in_one_copy() -> None:
@@ -181,7 +182,7 @@ def test_the_tokens_of_a_penalised_request_are_sent_in_one_copy() -> None:
     sampler.start_penalties(1, [3, 4], [])
     sampler.start_penalties(2, [5], [6, 6])
     assert sent == [[[3, 4], []], [[5], [6, 6]]]
-    assert sampler.penalties is not None and sampler.penalties.counts[2, 6] == 2
+    assert sampler.penalties is not None and sampler.penalties.seen[2, 6] == 2 * SAMPLED
 
 
 # -- min_tokens --------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ sys.path.append(str(Path(__file__).parent))
 from compile_attention import Recorder, as_on, build, launches
 
 from stoker.kernels import (
+    adjustments,
     causal_conv,
     checksum,
     constraints,
@@ -39,6 +40,7 @@ from stoker.kernels import (
     truncation,
 )
 from stoker.kernels.reference.adapter_weights import LoraWeights
+from stoker.kernels.reference.adjustments import Banned, Bias, Penalties
 from stoker.kernels.reference.constraints import ConstraintRows
 from stoker.kernels.reference.decode_window import Record
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
@@ -101,8 +103,16 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
     noise = sampling.gumbel_noise(*torch.zeros(3, 8, dtype=torch.long), vocab=256000)
     sampling.sample(torch.zeros(8, 256000, dtype=torch.bfloat16), ones, greedy, noise)
     slots = torch.zeros(8, dtype=torch.long)
-    truncation.truncate(torch.zeros(8, 256000), slots, ones, ones)
+    truncation.truncate(torch.zeros(8, 256000, dtype=torch.bfloat16), ones, slots, ones, ones)
     followed = ConstraintRows(torch.zeros(1 << 20, dtype=torch.int16), *torch.zeros(3, 9, dtype=torch.long))
+    penalties = Penalties(torch.zeros(9, 256000, dtype=torch.int32), slots, ones, ones, ones)
+    listed = slots[:, None].expand(8, 4).contiguous()
+    for logits in (torch.zeros(8, 256000), torch.zeros(8, 256000, dtype=torch.bfloat16)):
+        for p in (None, penalties):
+            adjustments.adjust(logits, Bias(listed, listed.float()), p, None)
+            adjustments.adjust(logits, None, p, Banned(listed, slots, slots))
+    adjustments.adjust(logits, Bias(listed, listed.float()), penalties, Banned(listed, slots, slots))
+    adjustments.count(penalties.seen, slots, slots)
     constraints.constrain(torch.zeros(8, 256000), followed, slots, slots)
     constraints.follow(slots, followed, slots, 256000)
 
@@ -352,6 +362,7 @@ if __name__ == "__main__":
         copies,
         sampling,
         truncation,
+        adjustments,
         constraints,
         grouping,
         moe,

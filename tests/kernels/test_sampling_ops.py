@@ -253,7 +253,7 @@ def warped(logits: Tensor, k: int, p: float, min_p: float) -> Tensor:
 
 
 by_each = pytest.mark.parametrize("truncate", [truncate, CPU.truncate], ids=["reference", "cpu"])
-Truncate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Truncate = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @by_each
@@ -262,10 +262,11 @@ def test_truncation_keeps_what_transformers_keeps(vocab: int, truncate: Truncate
     """Every combination in one batch, a row each."""
     settings = list(product([0, 1, 3, 8, 5000], [1.0, 0.95, 0.5, 0.05, 1e-6], [0.0, 0.01, 0.2, 1.0]))
     top_k, top_p, min_p = zip(*settings, strict=True)
-    logits = torch.randn(len(settings), vocab) * 3
+    logits, inverse = torch.randn(len(settings), vocab) * 3, torch.rand(len(settings)) + 0.5
     logits[::3, ::4] = -INF  # excluded before
-    out = truncate(logits, torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p))
-    wanted = torch.stack([warped(row, *setting) for row, setting in zip(logits, settings, strict=True)])
+    out = truncate(logits, inverse, torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p))
+    scaled = logits * inverse[:, None]
+    wanted = torch.stack([warped(row, *setting) for row, setting in zip(scaled, settings, strict=True)])
     assert torch.equal(out, wanted)
     assert out.isfinite().any(-1).all()
 
@@ -273,7 +274,7 @@ def test_truncation_keeps_what_transformers_keeps(vocab: int, truncate: Truncate
 @by_each
 def test_tokens_tied_with_the_last_of_top_k_stay(truncate: Truncate) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0, 2.0]])
-    out = truncate(logits, torch.tensor([2]), torch.tensor([1.0]), torch.tensor([0.0]))
+    out = truncate(logits, torch.ones(1), torch.tensor([2]), torch.tensor([1.0]), torch.tensor([0.0]))
     assert torch.equal(out, warped(logits[0], 2, 1.0, 0.0)[None])
     assert out.isfinite().tolist() == [[False, True, True, True, False, True]]
 
@@ -281,7 +282,8 @@ def test_tokens_tied_with_the_last_of_top_k_stay(truncate: Truncate) -> None:
 @by_each
 def test_a_row_that_asks_for_nothing_is_untouched_by_its_neighbours(truncate: Truncate) -> None:
     logits = torch.randn(3, 700)
-    out = truncate(logits, torch.tensor([0, 1, 0]), torch.tensor([1.0, 0.1, 1.0]), torch.tensor([0.0, 0.5, 0.0]))
+    cut = torch.tensor([0, 1, 0]), torch.tensor([1.0, 0.1, 1.0]), torch.tensor([0.0, 0.5, 0.0])
+    out = truncate(logits, torch.ones(3), *cut)
     assert torch.equal(out[::2], logits[::2]) and out[1].isfinite().sum() == 1
 
 
@@ -289,7 +291,7 @@ def test_a_row_that_asks_for_nothing_is_untouched_by_its_neighbours(truncate: Tr
 def test_on_a_cpu_a_row_is_truncated_as_it_is_alone(spread: float) -> None:
     """However many of the most likely tokens its neighbours have the operation look at, and whether it then sorts them all."""
     settings = list(product([0, 4, 5, 100, 319], [1.0, 0.99, 0.7, 1e-6], [0.0, 0.05]))
-    cut = [torch.tensor(column) for column in zip(*settings, strict=True)]
+    cut = [torch.rand(len(settings)) + 0.5, *map(torch.tensor, zip(*settings, strict=True))]
     logits = torch.randn(len(settings), 320) * spread
     out = CPU.truncate(logits, *cut)
     assert torch.equal(out, truncate(logits, *cut))
@@ -301,6 +303,7 @@ def test_on_a_cpu_a_row_is_truncated_as_it_is_alone(spread: float) -> None:
 def test_on_a_cpu_nothing_is_taken_from_a_row_that_is_not_a_number() -> None:
     logits = torch.randn(3, 130)
     logits[1, 7], logits[2] = math.nan, -INF
-    out = CPU.truncate(logits, torch.tensor([2, 0, 2]), torch.tensor([0.9, 0.9, 0.9]), torch.tensor([0.1, 0.1, 0.1]))
-    assert torch.equal(out[0], truncate(logits[:1], *(torch.tensor([x]) for x in (2, 0.9, 0.1)))[0])
+    cut = torch.ones(3), torch.tensor([2, 0, 2]), torch.tensor([0.9, 0.9, 0.9]), torch.tensor([0.1, 0.1, 0.1])
+    out = CPU.truncate(logits, *cut)
+    assert torch.equal(out[0], truncate(logits[:1], *(column[:1] for column in cut))[0])
     assert out[1, 7].isnan() and out[2].eq(-INF).all()

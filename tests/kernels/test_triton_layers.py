@@ -300,7 +300,20 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
     made = json.loads(done.stdout)
     layers = ["rms_norm", "act_mul", "qk_norm_rotary_write", "single", "skinny", "streamed", "matmul", "add_segments"]
     layers += ["latent_heads_write", "quantise", "dequantise"]
-    others = ["logits", "route", "order", "grouped", "weighted_sum", "advance", "noise", "constrain", "follow"]
+    others = [
+        "logits",
+        "route",
+        "order",
+        "grouped",
+        "weighted_sum",
+        "advance",
+        "noise",
+        "constrain",
+        "follow",
+        "adjust",
+        "listed",
+        "count",
+    ]
     others += [*WALKS, "prepare", "chunks", "gated_rms_norm", "delta_gates"]
     dependent = {f"_{name}_kernel" for name in [*layers, *others]} | {"_sample_splits", "_sample_rows"}
     dependent |= {f"{name}_kernel" for name in ("tiles", "shrink", "expand_ahead", "expand", "expand_gated", "look_up")}
@@ -330,10 +343,10 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
         sums = [m["sums"] for m in made if m["kernel"] == f"_{name}_kernel"]
         assert all(sums) and sums[: len(sums) // 2] == sums[len(sums) // 2 :], name
     assert not any(m["fused"] for m in made if m["kernel"] in {f"_{name}_kernel" for name in WALKS})
-    # A row is read some dozens of times, and none of its threads waits for the others in between.
-    # Of each token it computes no more than it has to.
+    # A row is read several times, and none of its threads waits for the others in between, but where a list is written: of
+    # the row or of a list, by count or by mass. Of each token it computes no more than it has to.
     searches = [m for m in made if m["kernel"] == "_thresholds"]
-    assert not any(m["waiting_loops"] or m["wide_compares"] > 16 for m in searches)
+    assert all(len(m["waiting_loops"]) <= 4 and m["wide_compares"] <= 16 for m in searches)
     # However the experts' weights lie, a thread reads several numbers of them together; not of weights of pairs.
     assert all(m["narrow_loads"] < 8 for m in made if m["kernel"] == "_grouped_kernel")
     # Of matrices that lie as a trainer allocates them, 16 bytes at a time: the first adapters are such ones.

@@ -15,6 +15,7 @@ from triton_oracle import DEVICE
 
 from stoker.kernels.linear_cuts import Cut
 from stoker.kernels.linear_streamed import streamed
+from stoker.kernels.reference.adjustments import Banned, Bias, Penalties
 from stoker.kernels.reference.attention_plan import Visibility
 from stoker.kernels.reference.constraints import FIRST, HEADER, REFUSED, ConstraintRows
 from stoker.kernels.reference.fp8 import FP8
@@ -73,11 +74,16 @@ def weights(same: Same) -> list[Tensor]:
 def logits(same: Same) -> list[Tensor]:
     scores, ones, ids = same(torch.randn(4, 300)), torch.ones(4), torch.tensor([1, 2, 3, 299])
     noise = same(TRITON.gumbel_noise(ids, ids, ids, 300))
-    cut = torch.tensor([5, 0, 0, 3]), torch.tensor([1.0, 0.9, 1.0, 0.5]), torch.tensor([0.0, 0.0, 0.1, 0.0])
+    cut = ones, torch.tensor([5, 0, 0, 3]), torch.tensor([1.0, 0.9, 1.0, 0.5]), torch.tensor([0.0, 0.0, 0.1, 0.0])
     automaton = torch.cat([torch.full((HEADER,), 2), ids[0] * torch.randint(2, (300,)), torch.tensor([FIRST, REFUSED])])
     at = torch.zeros(4, dtype=torch.long)
     constraints = ConstraintRows(automaton.short(), at, torch.full_like(at, FIRST), at)
+    seen, listed = torch.randint(4, (9, 300)).int(), torch.tensor([[1, 2], [3, 3], [0, 5], [299, 1]])
+    penalties = Penalties(seen, torch.tensor([8, 7, 1, 0]), *(ones * by for by in (1.5, 0.25, 0.5)))
+    TRITON.count(seen, ids[:1] + 7, ids[:1])
     return [
+        TRITON.adjust(scores, Bias(same(listed), same(listed.float())), penalties, Banned(same(listed), ids, ids - 1)),
+        seen,
         TRITON.constrain(scores, constraints, torch.arange(4), ids),
         *TRITON.score_tokens(scores, ones, ids),
         *TRITON.sample(scores, ones, None, noise),

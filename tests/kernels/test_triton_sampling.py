@@ -89,7 +89,7 @@ def test_many_rows_are_grids_that_can_be_launched(monkeypatch: pytest.MonkeyPatc
     each, ids = torch.empty(rows, device="meta"), torch.empty(rows, dtype=torch.long, device="meta")
     TRITON.sample(logits, each, None, None)
     TRITON.score_tokens(logits, each, ids)
-    TRITON.truncate(logits, ids, each, each)
+    TRITON.truncate(logits, each, ids, each, each)
     assert len(grids) == 6 and all(x == rows and all(y <= 65_535 for y in others) for x, *others in grids)
 
 
@@ -239,7 +239,7 @@ def test_scores_of_a_large_vocabulary(dtype: torch.dtype) -> None:
 def test_the_reference_computes_in_fp32_whatever_the_logits_are(dtype: torch.dtype) -> None:
     logits, inverse = torch.randn(4, 300).to(dtype), torch.rand(4) + 0.5
     noise, given = REFERENCE.gumbel_noise(*(n.cpu() for n in numbers(4)), 300), torch.arange(4)
-    cut = torch.tensor([0, 5, 0, 0]), torch.tensor([1.0, 1.0, 0.5, 1.0]), torch.tensor([0.0, 0.0, 0.0, 0.1])
+    cut = inverse, torch.tensor([0, 5, 0, 0]), torch.tensor([1.0, 1.0, 0.5, 1.0]), torch.tensor([0.0, 0.0, 0.0, 0.1])
     for op, rest in (
         (REFERENCE.sample, (inverse, None, noise)),
         (REFERENCE.token_logprobs, (inverse, given)),
@@ -262,7 +262,7 @@ def test_columns_of_wider_tensors() -> None:
     at = numbers(6)
     noise = TRITON.gumbel_noise(*at, 300)
     assert torch.equal(TRITON.gumbel_noise(*map(apart, at), 300), noise)
-    cut = on([0, 5, 0, 9, 9, 0], [1.0, 1.0, 0.5, 0.9, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.1, 0.1])
+    cut = inverse, *on([0, 5, 0, 9, 9, 0], [1.0, 1.0, 0.5, 0.9, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.1, 0.1])
     for op, *rest in ((TRITON.score_tokens, inverse, given), (TRITON.sample, inverse, greedy), (TRITON.truncate, *cut)):
         more = (noise,) if op is TRITON.sample else ()
         found, wanted = (op(*map(same, (logits, *rest)), *more) for same in (apart, Tensor.clone))
@@ -274,14 +274,27 @@ def test_columns_of_wider_tensors() -> None:
 SETTINGS = list(product([0, 8, 999, 5000], [1.0, 0.9, 1e-6], [0.0, 0.05]))
 
 
-@pytest.mark.parametrize("vocab", [1, 1000])
-def test_truncation_keeps_what_the_reference_keeps(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every combination in one batch, a row each, which is read in several pieces."""
-    monkeypatch.setattr(truncation, "_SEARCHED", 512)
-    cut = on(*map(list, zip(*SETTINGS, strict=True)))
-    logits = torch.randn(len(SETTINGS), vocab, device=DEVICE) * 3
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("vocab", "together"), [(1, 512), (1000, 512), (1000, 32)])
+def test_truncation_keeps_what_the_reference_keeps(
+    vocab: int, together: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every combination in one batch, a row each, which is read in pieces, and of which ever shorter lists are made."""
+    monkeypatch.setattr(truncation, "_SEARCHED", together)
+    cut = torch.linspace(0.5, 2, len(SETTINGS), device=DEVICE), *on(*map(list, zip(*SETTINGS, strict=True)))
+    logits = (torch.randn(len(SETTINGS), vocab, device=DEVICE) * 3).to(dtype)
     logits[::3, 1::4] = -INF
     assert torch.equal(TRITON.truncate(logits, *cut), REFERENCE.truncate(logits, *cut))
+
+
+def test_a_search_writes_to_nothing_but_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor to what it reads: log-probabilities are of the logits as they were."""
+    monkeypatch.setattr(truncation, "_SEARCHED", 32)
+    logits = torch.randn(3, 900, device=DEVICE) * 3
+    kept, cut = logits.clone(), [ones(3), *on([0, 7, 0], [1.0, 0.7, 1.0], [0.0, 0.0, 0.0])]
+    out = TRITON.truncate(logits, *cut)
+    assert torch.equal(logits, kept)
+    assert torch.equal(out[::2], kept[::2])
 
 
 def by_rule(logits: Tensor, k: int, p: float, min_p: float) -> Tensor:
@@ -315,7 +328,7 @@ def test_equal_logits_share_a_fate(implementation: str, p: float) -> None:
     min_ps = [0.0, 0.1, 0.0, 0.0, 0.1] if p == 0.61 else [0.1, 0.0, 0.1, 0.0, 0.0]
     for k, min_p in zip([0, 1, 30, 69, 2**40], min_ps, strict=True):
         count = len(rows)
-        cut = (column.to(device) for column in on([k] * count, [p] * count, [min_p] * count))
+        cut = (column.to(device) for column in on([1.0] * count, [k] * count, [p] * count, [min_p] * count))
         out = ops.truncate(rows.to(device), *cut).cpu()
         wanted = torch.stack([by_rule(row, k, p, min_p) for row in rows])
         assert torch.equal(out != -INF, wanted), (k, min_p)
@@ -327,7 +340,7 @@ def test_rows_that_ask_for_nothing_and_rows_without_a_number() -> None:
     logits[1:3, 4] = float("nan")
     logits[2, 5] = -float("nan")
     logits[3] = -INF
-    cut = on([0, 3, 3, 3, 3], [1.0, 0.5, 1.0, 0.5, 0.5], [0.0, 0.1, 0.0, 0.1, 0.1])
+    cut = on([1.0] * 5, [0, 3, 3, 3, 3], [1.0, 0.5, 1.0, 0.5, 0.5], [0.0, 0.1, 0.0, 0.1, 0.1])
     out = TRITON.truncate(logits, *cut)
     assert torch.equal(out[0], logits[0]) and torch.equal(out[4], REFERENCE.truncate(logits, *cut)[4])
     assert out[1:3].isnan().any(-1).all() and out[3].eq(-INF).all()
@@ -338,7 +351,7 @@ def test_rows_that_ask_for_nothing_and_rows_without_a_number() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_truncation_of_a_large_vocabulary(dtype: torch.dtype) -> None:
     """Against fp64, where only tokens whose cumulative mass is within rounding of p may differ."""
-    cut = on([0, 50, 0, 0, 1000], [1.0, 1.0, 0.9, 1.0, 0.95], [0.0, 0.0, 0.0, 0.05, 0.0])
+    cut = on([1.0] * 5, [0, 50, 0, 0, 1000], [1.0, 1.0, 0.9, 1.0, 0.95], [0.0, 0.0, 0.0, 0.05, 0.0])
     logits = (torch.randn(5, BIG, device=DEVICE) * 3).to(dtype)
     kept = TRITON.truncate(logits, *cut) != -INF
     values = logits.double()
