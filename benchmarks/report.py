@@ -57,6 +57,16 @@ def table(results: dict[str, Any]) -> str:
             f"{', KV in fp8' if p['kv_cache_dtype'] == 'fp8' else ''}{', weights in fp8' if p['quantization'] else ''}"
             for p in points
         ]
+    if points := results.get("sampling", []):
+        lines += [
+            "",
+            f"  {'rows':>8}{'step ms':>10}{'of plain':>10}{'generate ms':>13}{'generate / stoker':>19}  sampling",
+        ]
+        lines += [
+            f"  {p['batch']:8}{p['step_ms']:10.3f}{p['of_plain']:9.2f}x{p['generate_ms']:13.3f}{p['x_generate']:18.2f}x"
+            f"  {p['settings']}; {p['model']}"
+            for p in points
+        ]
     for p in results.get("profiles", []):
         parts = ", ".join(f"{part} {us / p['step_us']:.0%}" for part, us in p["parts_us"].items())
         lines.append(f"  {p['model']}, {p['batch']} x {p['context']}, a decode step under the profiler: {parts}")

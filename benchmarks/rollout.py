@@ -31,6 +31,7 @@ from stoker.benchmarks.workloads import (
     LLAMA_1B,
     QWEN_7B,
     SMALL,
+    SMALL_WIDE,
     TOY,
     TOY_HYBRID,
     ModelSpec,
@@ -38,7 +39,7 @@ from stoker.benchmarks.workloads import (
 from stoker.rollout import EngineConfig, RolloutEngine
 
 _COMMAND = (sys.executable, "-P", "-m", "stoker.benchmarks.rollout")
-PARTS = ("rollouts", "sweep", "profiles", "start_up", "sweep_fp8", "growth")
+PARTS = ("rollouts", "sweep", "sampling", "profiles", "start_up", "sweep_fp8", "growth")
 
 
 def growth(device: str, quick: bool) -> dict[str, Any]:
@@ -93,6 +94,9 @@ def parts(
         budget_s = needs_s if limited else math.inf
         return of(spec, Part(key, needs_s, lambda: sweeps.decode(spec, device, points, budget_s, **options)))
 
+    def sampling(spec: ModelSpec, batches: Sequence[int], needs_s: float = 0) -> list[Part]:
+        return of(spec, Part("sampling", needs_s, lambda: sweeps.sampling(spec, device, batches)))
+
     def steps(spec: ModelSpec, batches: Sequence[int], context: int, needs_s: float = 0) -> list[Part]:
         def measure() -> Iterator[dict[str, Any]]:
             count = 16 if quick else 64
@@ -112,6 +116,7 @@ def parts(
         return [
             *(part for number in range(len(SCENARIOS[device, quick])) for part in scenario(number)),
             *decode(spec, ((1, 64), (16, 64)) if quick else ((1, 512), (16, 512), (64, 512), (16, 2048)), 60),
+            *(sampling(spec, (4,)) if quick else sampling(SMALL_WIDE, (4, 32))),
             *steps(spec, (16,) if quick else (64,), 128),
             *([] if quick else steps(SMALL, (64,), 128) + steps(TOY_HYBRID, (64,), 128)),
             *start_up(spec),
@@ -130,6 +135,7 @@ def parts(
         *decode(QWEN_7B, ((256, 2048), (64, 2048)), 15, key="sweep_fp8", kv_cache_dtype="fp8"),
         *decode(LLAMA_1B, ((16, 512), (64, 8192), (16, 8192), (1, 8192)), 30),
         *steps(LLAMA_1B, (1,), 512, 10),
+        *sampling(LLAMA_1B, (1, 64), 60),
         host,
         *scenario(3, 40),
         *scenario(2, 55),

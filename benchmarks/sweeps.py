@@ -1,14 +1,17 @@
-"""Decode alone, at fixed batch and context (workload iii)."""
+"""Decode alone: at fixed batch and context (workload iii), and with each of the parameters of sampling."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from stoker.benchmarks import ceilings
 from stoker.benchmarks.footprint import room
@@ -18,12 +21,80 @@ from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 STEPS = 64
 _MOST_KV_BYTES = 40 * 2**30
 _REPEATS = 3
+_STOP = 5  # an id that ends nothing: where it is named, it may not come
+# Parameters of sampling, and what says the same to ``model.generate``, for so many tokens. Random weights make likely tokens
+# many; a low temperature makes them few, as a trained model does.
+SAMPLING: dict[str, Callable[[int], tuple[dict[str, Any], dict[str, Any]]]] = {
+    "plain": lambda tokens: ({}, {}),
+    "top-k 20": lambda tokens: _alike(top_k=20),
+    "top-p 0.95": lambda tokens: _alike(top_p=0.95),
+    "top-p 0.95, temperature 0.1": lambda tokens: _alike(top_p=0.95, temperature=0.1),
+    "min-p 0.05": lambda tokens: _alike(min_p=0.05),
+    "repetition penalty 1.1": lambda tokens: _alike(repetition_penalty=1.1),
+    "min_tokens": lambda tokens: (
+        {"min_tokens": tokens, "stop_token_ids": [_STOP], "ignore_eos": False},
+        {"min_new_tokens": tokens, "eos_token_id": _STOP},
+    ),
+    "logit_bias": lambda tokens: ({"logit_bias": {_STOP: -9.0}}, {"sequence_bias": {(_STOP,): -9.0}}),
+}
 
 
-def _seconds(engine: RolloutEngine, prompts: list[list[int]], tokens: int) -> float:
+def _alike(**settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    return settings, settings
+
+
+def _seconds(engine: RolloutEngine, prompts: list[list[int]], tokens: int, **settings: Any) -> float:
     start = time.perf_counter()
-    engine.generate_batch(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True))
+    engine.generate_batch(prompts, SamplingParams(max_tokens=tokens, **({"ignore_eos": True} | settings)))
     return time.perf_counter() - start
+
+
+def _seconds_of_generate(model: PreTrainedModel, prompts: Tensor, tokens: int, **settings: Any) -> float:
+    start = time.perf_counter()
+    out = model.generate(  # type: ignore[operator]
+        input_ids=prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=tokens, **settings
+    )
+    assert out.tolist() and out.shape[1] == prompts.shape[1] + tokens
+    return time.perf_counter() - start
+
+
+def sampling(spec: ModelSpec, device: str, batches: Sequence[int], context: int = 64) -> Iterator[dict[str, Any]]:
+    """A decode step of each batch with each of ``SAMPLING``, of the engine and of ``model.generate``."""
+    dtype = dtype_of(device)
+    model = spec.build(device, dtype)
+    memory = max(batches) * (context + 2 * STEPS) * ceilings.kv_token_bytes(spec.config, dtype)
+    config = EngineConfig(max_num_seqs=max(batches), max_model_len=context + 2 * STEPS, kv_cache_memory=memory)
+
+    def step_s(seconds: Callable[..., float], which: int, name: str, steps: int) -> list[float]:
+        """Of every repeat: what a long rollout takes longer than a short one."""
+
+        def one(tokens: int) -> float:
+            return seconds(tokens, **SAMPLING[name](tokens)[which])
+
+        one(1 + steps)  # fills caches, and captures what there is to capture
+        return [(one(1 + steps) - one(1)) / steps for _ in range(_REPEATS)]
+
+    with RolloutEngine(model, config=config) as engine:
+        for batch in batches:
+            prompts = random_prompts(spec, batch, context, f"{batch}/sampling")
+            ids = torch.tensor(prompts, device=device)
+            plain_s = None
+            for name in SAMPLING:
+                own = step_s(partial(_seconds, engine, prompts), 0, name, STEPS)
+                others = step_s(partial(_seconds_of_generate, model, ids), 1, name, max(STEPS // 4, 1))
+                own_s, others_s = statistics.median(own), statistics.median(others)
+                plain_s = plain_s or own_s
+                yield {
+                    "model": spec.name,
+                    "vocab": spec.config.vocab_size,
+                    "batch": batch,
+                    "settings": name,
+                    "step_ms": own_s * 1e3,
+                    "range_ms": [min(own) * 1e3, max(own) * 1e3],
+                    "of_plain": own_s / plain_s,
+                    "generate_ms": others_s * 1e3,
+                    "x_generate": others_s / own_s,
+                }
 
 
 def decode(

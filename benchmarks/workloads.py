@@ -188,6 +188,11 @@ SMALL = ModelSpec(
         eos_token_id=None,
     ),
 )
+SMALL_WIDE = ModelSpec(  # with as many tokens as large models have
+    name="llama-30m-128k",
+    model_class=LlamaForCausalLM,
+    config=LlamaConfig.from_dict(SMALL.config.to_dict() | {"vocab_size": 128256}),
+)
 MEDIUM = ModelSpec(
     name="llama-90m",
     model_class=LlamaForCausalLM,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stoker.benchmarks import ceilings, images
+from stoker.benchmarks import ceilings, images, sweeps
 from stoker.benchmarks.ceilings import best_time
 from stoker.benchmarks.scenarios import SCENARIOS
 from stoker.engine.images import reader as image_reader
@@ -49,6 +49,8 @@ def test_rollouts_against_their_ceiling(
         assert all(found["cycle"][f"{part}_s"] > 0 for part in ("wake_up", "update_weights", "rollout", "sleep"))
     assert {p["batch"] for p in results["sweep"]} == {1, 16}
     assert all(0 < p["of_ceiling"] < 1 for p in results["sweep"])
+    assert [p["settings"] for p in results["sampling"]] == [*sweeps.SAMPLING]
+    assert all(p["of_plain"] > 0 and p["x_generate"] > 0 for p in results["sampling"])
     assert results["start_up"]["qwen3-toy"]["warm_s"] > 0
     (profile,) = results["profiles"]
     assert sum(profile["parts_us"].values()) == pytest.approx(profile["step_us"], rel=0.05)
