@@ -12,6 +12,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from stoker.engine.device import CpuRuntime
 from stoker.engine.sampler import LOGPROBS_MODES, Sampler, SamplerOutput, SamplingRows
+from stoker.kernels import cpu_sampling
 from stoker.kernels.ops import CPU, REFERENCE
 from stoker.kernels.reference.adjustments import IN_PROMPT, SAMPLED
 
@@ -354,3 +355,36 @@ def test_greedy_takes_the_most_likely_of_what_is_left(sampler: Sampler) -> None:
         {"greedy": True, "stops": (best[1, 0].item(),), "first_stop": 100, "top_k": 1},
     )
     assert torch.equal(sample(sampler, logits, rows, positions(2)).tokens, best[:, 1])
+
+
+# -- some rows at a time -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("top_logprobs", [0, 3])
+def test_rows_are_sampled_a_few_at_a_time(top_logprobs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a device says so: with the bits of all at once, and each token counted once."""
+    asked = [
+        {"temperature": 0.7, "top_p": 0.8, "repetition": 1.4, "slot": 0},
+        {"greedy": True, "frequency": 0.5, "slot": 3},
+        {"bias": {3: 4.0, 9: -9.0}, "mode": RAW, "min_p": 0.02},
+        {"stops": (1, 2, 3), "first_stop": 50, "top_k": 9, "mode": PROCESSED, "slot": 5},
+        {"presence": 0.9, "repetition": 0.8, "seed": 5, "slot": 1},
+        {"top_k": 200, "top_p": 0.99, "sample_index": 2},
+        {"seed": 8},
+    ]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    logits, at = torch.randn(len(asked), VOCAB) * 2, positions(len(asked))
+    rows = make_rows(*asked, top_logprobs=top_logprobs)
+    found = []
+    for numbers in (1 << 18, 1):
+        monkeypatch.setattr(cpu_sampling, "_CACHED", numbers)
+        sampler = Sampler(CPU, CpuRuntime(torch.device("cpu")), SLOTS, VOCAB)
+        for slot, output in ((0, [4]), (3, [5, 5]), (5, []), (1, [7, 8])):
+            sampler.start_penalties(slot, [1, 2], output)
+        found.append([sample(sampler, logits, rows, at) for _ in range(3)])
+        assert sampler.penalties is not None
+        found[-1].append(sampler.penalties.seen)
+    assert cpu_sampling.rows_together(VOCAB) == 2
+    for whole, parts in zip(*found, strict=True):
+        columns = [(whole, parts)] if isinstance(whole, Tensor) else zip(whole.columns, parts.columns, strict=True)
+        assert all(torch.equal(a, b) for a, b in columns)
