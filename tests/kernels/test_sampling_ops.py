@@ -12,6 +12,7 @@ from chances import assert_follows
 from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from stoker.kernels import cpu_sampling
 from stoker.kernels.ops import CPU
 from stoker.kernels.reference import sampling
 from stoker.kernels.reference.sampling import (
@@ -287,9 +288,14 @@ def test_a_row_that_asks_for_nothing_is_untouched_by_its_neighbours(truncate: Tr
     assert torch.equal(out[::2], logits[::2]) and out[1].isfinite().sum() == 1
 
 
-@pytest.mark.parametrize("spread", [0.1, 2.0, 8.0])
-def test_on_a_cpu_a_row_is_truncated_as_it_is_alone(spread: float) -> None:
-    """However many of the most likely tokens its neighbours have the operation look at, and whether it then sorts them all."""
+@pytest.mark.parametrize("spread", [0.1, 2.0, 8.0, 100.0])
+@pytest.mark.parametrize(("few", "bins", "ordered"), [(256, 1024, 1024), (16, 8, 4)])
+def test_on_a_cpu_a_row_is_truncated_as_it_is_alone(
+    few: int, bins: int, ordered: int, spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many of the most likely tokens its neighbours have the operation look at, and however it then finds the last."""
+    for name, value in (("_FEW", few), ("_BINS", bins), ("_SORTED", ordered)):
+        monkeypatch.setattr(cpu_sampling, name, value)
     settings = list(product([0, 4, 5, 100, 319], [1.0, 0.99, 0.7, 1e-6], [0.0, 0.05]))
     cut = [torch.rand(len(settings)) + 0.5, *map(torch.tensor, zip(*settings, strict=True))]
     logits = torch.randn(len(settings), 320) * spread

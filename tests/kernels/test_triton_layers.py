@@ -288,6 +288,7 @@ EARLY_READS = {
         *("gated_rms_norm", "delta_gates", "gated_delta_rule", "selective_scan"),
     )
 }
+SINGLY_ROUNDED = {"_thresholds", "_apply_thresholds", "_adjust_kernel", "_listed_kernel"}
 WALKS = ["causal_conv", "gated_delta_rule", "selective_scan"]
 
 
@@ -343,6 +344,8 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
         sums = [m["sums"] for m in made if m["kernel"] == f"_{name}_kernel"]
         assert all(sums) and sums[: len(sums) // 2] == sums[len(sums) // 2 :], name
     assert not any(m["fused"] for m in made if m["kernel"] in {f"_{name}_kernel" for name in WALKS})
+    # A logit over its temperature is the same number in every pass, and with penalties that of torch.
+    assert not any(m["fused"] for m in made if m["kernel"] in SINGLY_ROUNDED)
     # A row is read several times, and none of its threads waits for the others in between, but where a list is written: of
     # the row or of a list, by count or by mass. Of each token it computes no more than it has to.
     searches = [m for m in made if m["kernel"] == "_thresholds"]

@@ -48,7 +48,7 @@ def some_penalties(device: str) -> Penalties:
 
 def some_banned(device: str) -> Banned:
     """Of some rows there is none yet, or no more; and of one the id that no token has. Row 1's is biased, too."""
-    ids = torch.tensor([[4, VOCAB, VOCAB], [7, 9, 300], [0, 1, 2], [VOCAB] * 3, [5, 5, 5]])
+    ids = torch.tensor([[4, VOCAB, VOCAB], [9, 7, 300], [0, 1, 2], [VOCAB] * 3, [5, 5, 5]])
     return Banned(ids.to(device), *on(device, [50, 50, 40, 50, 50], [49, 40, 40, 0, 60]))
 
 
