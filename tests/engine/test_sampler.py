@@ -367,7 +367,7 @@ def test_rows_are_sampled_a_few_at_a_time(top_logprobs: int, monkeypatch: pytest
         {"temperature": 0.7, "top_p": 0.8, "repetition": 1.4, "slot": 0},
         {"greedy": True, "frequency": 0.5, "slot": 3},
         {"bias": {3: 4.0, 9: -9.0}, "mode": RAW, "min_p": 0.02},
-        {"stops": (1, 2, 3), "first_stop": 50, "top_k": 9, "mode": PROCESSED, "slot": 5},
+        {"stops": (1, 2, 3), "first_stop": 43, "top_k": 9, "mode": PROCESSED, "slot": 5},
         {"presence": 0.9, "repetition": 0.8, "seed": 5, "slot": 1},
         {"top_k": 200, "top_p": 0.99, "sample_index": 2},
         {"seed": 8},
