@@ -160,12 +160,12 @@ class Sampler:
                 logprobs = torch.where(rows.mode == mode, self.ops.token_logprobs(*bases[mode], tokens), logprobs)
         if not rows.top_logprobs:
             return SamplerOutput(tokens, logprobs)
-        basis = torch.empty_like(logits, dtype=torch.float32)
-        for mode in rows.modes:
-            source, scale = bases[mode]
-            basis = torch.where((rows.mode == mode)[:, None], source * scale[:, None], basis)
-        values, ids = basis.topk(rows.top_logprobs, dim=-1)
-        return SamplerOutput(tokens, logprobs, ids, values - basis.logsumexp(-1, keepdim=True))
+        ids, values = likeliest(self.ops, *bases[rows.modes[0]], rows.top_logprobs)
+        for mode in rows.modes[1:]:
+            own = (rows.mode == mode)[:, None]
+            own_ids, own_values = likeliest(self.ops, *bases[mode], rows.top_logprobs)
+            ids, values = torch.where(own, own_ids, ids), torch.where(own, own_values, values)
+        return SamplerOutput(tokens, logprobs, ids, values)
 
     def adjusted(self, logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
         """The logits with every row's bias and penalties, and without what may not come yet, fp32 [R, V]."""
@@ -179,3 +179,13 @@ class Sampler:
             penalties,
             Banned(rows.stop_ids, rows.first_stop, positions) if rows.any_min_tokens else None,
         )
+
+
+def likeliest(ops: Ops, logits: Tensor, inverse_temperature: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens, int64 [R, count], and their log-probabilities, fp32. logits: [R, V] of any float dtype."""
+    values, ids = logits.topk(count, dim=-1)
+    values = values.float()
+    if count:  # from the differences to the first one, which needs nothing as large as the logits
+        first = ops.token_logprobs(logits, inverse_temperature, ids[:, 0])
+        values = first[:, None] + (values - values[:, :1]) * inverse_temperature[:, None]
+    return ids, values

@@ -15,6 +15,7 @@ from stoker.engine.device import HostCopy, Runtime
 from stoker.engine.model import ModelShell
 from stoker.engine.plan import Plan
 from stoker.engine.request_scores import TokenScores
+from stoker.engine.sampler import likeliest
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.lora import AdapterRows
 
@@ -101,9 +102,5 @@ class Scorer:
     def _chunk(self, logits: Tensor, targets: Tensor, inverse: Tensor, top_k: int) -> tuple[Tensor, ...]:
         """logits: [R, V]. Returns columns of ``TokenScores``."""
         logprobs, entropy, ranks = self.ops.score_tokens(logits, inverse, targets)
-        values, ids = logits.topk(top_k, dim=-1)
-        values = values.float()
-        if top_k:  # from the differences to the first one, which needs nothing as large as the logits
-            first = self.ops.token_logprobs(logits, inverse, ids[:, 0])
-            values = first[:, None] + (values - values[:, :1]) * inverse[:, None]
+        ids, values = likeliest(self.ops, logits, inverse, top_k)
         return logprobs, entropy, ranks, ids, values

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.kernels.reference.adjustments import Banned, Bias, Penalties, penalised
@@ -41,32 +39,31 @@ def truncate(logits: Tensor, inverse_temperature: Tensor, top_k: Tensor, top_p: 
     drop, found = _outside(logits, values, k, top_p, min_p)
     for row in found.logical_not().nonzero()[:, 0].tolist():
         weights = (logits[row] - values[row, 0]).exp_()
-        least = _least_kept(logits[row].numpy(), weights.numpy(), int(k[row]), float(top_p[row]))
+        least = _least_kept(logits[row], weights, int(k[row]), float(top_p[row]))
         drop[row] = (logits[row] < least).logical_or_(weights < min_p[row])
     return logits.masked_fill_(drop, _NOTHING)
 
 
-def _least_kept(logits: NDArray[np.float32], weights: NDArray[np.float32], k: int, top_p: float) -> float:
-    """The smallest logit that top-k and then top-p leave, where that is one of many. weights: exponentials of the logits."""
-    least = np.partition(logits, len(logits) - k)[len(logits) - k] if k < len(logits) else _NOTHING
+def _least_kept(logits: Tensor, weights: Tensor, k: int, top_p: float) -> float:
+    """The smallest of some logits that top-k and then top-p leave, where that is one of many. weights: their exponentials."""
+    least = logits.kthvalue(len(logits) - k + 1).values if k < len(logits) else torch.tensor(_NOTHING)
     kept = (logits >= least) & (logits > _NOTHING)
     numbers, weights = (logits, weights) if kept.all() else (logits[kept], weights[kept])
-    wanted = top_p * weights.sum(dtype=np.float64) if top_p < 1 else math.inf
+    weights = weights.double()
+    wanted = top_p * float(weights.sum()) if top_p < 1 else math.inf
     beyond = 0.0  # the weight of what is larger than all that are left
-    while len(numbers) > _SORTED and (low := numbers.min()) < (high := numbers.max()):
+    while len(numbers) > _SORTED and (low := float(numbers.min())) < (high := float(numbers.max())):
         # In bins of rising numbers: what is looked for is in the one by which the weight of those from it on is enough.
-        scaled = numbers.astype(np.float64)
-        scaled -= low
-        scaled *= (_BINS - 1) / (float(high) - float(low))
-        bins = scaled.astype(np.intp)
-        above = np.bincount(bins, weights=weights, minlength=_BINS)[::-1].cumsum() + beyond
-        at = min(int(above.searchsorted(wanted)), _BINS - 1)
+        bins = numbers.double().sub_(low).mul_((_BINS - 1) / (high - low)).long()
+        above = torch.bincount(bins, weights, _BINS).flip(0).cumsum_(0).add_(beyond)
+        at = min(int((above < wanted).sum()), _BINS - 1)
         beyond = float(above[at - 1]) if at else beyond
-        inside = np.flatnonzero(bins == _BINS - 1 - at)
+        inside = bins == _BINS - 1 - at
         numbers, weights = numbers[inside], weights[inside]
-    order = numbers.argsort()[::-1]
-    larger = beyond + weights[order].cumsum(dtype=np.float64) - weights[order]
-    return float(numbers[order[max(int((larger < wanted).sum()), 1) - 1]])
+    numbers, order = numbers.sort(descending=True)
+    weights = weights[order]
+    inside = beyond + weights.cumsum(0) - weights < wanted
+    return float(numbers[max(int(inside.sum()), 1) - 1])
 
 
 def _outside(logits: Tensor, values: Tensor, k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
