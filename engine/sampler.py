@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,8 +49,9 @@ class SamplingRows:
 
     def part(self, rows: slice) -> SamplingRows:
         """Some of the rows. The flags stay those of all."""
-        columns = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: of[rows] for name, of in columns.items() if isinstance(of, Tensor)})
+        columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        columns |= {name: of[rows] for name, of in columns.items() if isinstance(of, Tensor)}
+        return SamplingRows(**columns)
 
 
 @dataclass(frozen=True, slots=True)
