@@ -107,7 +107,7 @@ class Ops:
     # From how many shared first keys on attention reads them once for neighbouring decode rows. ``plan_attention`` is then
     # told whether to look for such rows. None: it always looks.
     shared_from: int | None = None
-    # How many rows of logits over so many tokens are sampled one after the other; None: all at a time.
+    # How many rows of logits over so many tokens are sampled at a time; None: all of a step.
     rows_together: Callable[[int], int] | None = None
     # Bytes of attention's workspace on the device, as a function of (most rows, columns of the block table, block size, query
     # heads, value dimension). There is one workspace for each pair of the last two that occurs among the layers.
