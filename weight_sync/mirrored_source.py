@@ -227,7 +227,7 @@ class MirroredSource:
 
     def mismatches(self, alike: Sequence[str] = ()) -> tuple[int, list[str]]:
         assert self.mirror is not None
-        return compare(self._read, self.mirror, self._parts, self._gather_bytes, (*alike, f"{self._number}"))
+        return compare(self._read, self.mirror, self._parts, self._gather_bytes, (*alike, f"verify {self._number}"))
 
     @property
     def resident(self) -> bool:
@@ -296,7 +296,7 @@ class MirroredSource:
         mirror, held, changed = self.mirror, found.held, found.changed
         assert mirror is not None
         parts = parts_of(held.shards)
-        alike = (*alike, f"{self._number}")
+        alike = (*alike, f"update {self._number}")
         has_news = agree(parts, self.device, found.refusal, has_news=bool(changed), alike=alike)
         self._number = number_of(parts) if self._number is None else self._number
         self._packed, self._parts = held.states, parts

@@ -95,7 +95,7 @@ def agree(
                 "the ranks hold parts of other tensors each, as after one of them alone changed its model: change it on "
                 "all of them, and build a new engine; or other adapters, as after one of them alone loaded or unloaded one: do "
                 "so on all of them, in one order; or other settings (dtype, quantization, gather_memory): give all the same; or they "
-                "update or verify several engines in other orders"
+                "call update_weights and verify_weights, of one engine or of several, in other orders"
             ),
         )
     return has_news

@@ -64,11 +64,12 @@ def other_settings(rank: int) -> None:
 
 
 def other_engines(rank: int) -> None:
-    """Ranks that update engines over models of the same shape in other orders: no parts of two come together."""
+    """Ranks that update engines over models of the same shape in other orders, or of which one updates and another one verifies:
+    no parts of two come together, and nobody waits for what no other rank does."""
     twins, models = [small(), small()], [by_fsdp2(small()), by_fsdp2(small())]
     whole, theirs = adapted("qwen3", {}), [by_fsdp2(adapted("qwen3", {}, seed=s)) for s in (7, 8)]
     fails = rank == dist.get_world_size() - 1
-    differ = "update or verify several engines in other orders"
+    differ = "call update_weights and verify_weights, of one engine or of several, in other orders"
     engines = [RolloutEngine(model, config=CONFIG) for model in models]
     of_base = [RolloutEngine(whole, config=CONFIG) for _ in theirs]
     for engine, source in zip(of_base, theirs, strict=True):
@@ -79,6 +80,7 @@ def other_engines(rank: int) -> None:
         for engine in reversed(pair) if fails else pair:
             told(rank, engine.verify_weights, differ, differ)
             told(rank, engine.update_weights, differ, differ)
+        told(rank, pair[1].update_weights if fails else pair[1].verify_weights, differ, differ)
     for engine in (*engines, *of_base):
         assert engine.update_weights() == 1 and engine.verify_weights().ok
     for engine, twin in zip(engines, twins, strict=True):

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import zero
 from accelerate import Accelerator
 from accelerated import adapted, deepspeed_on_a_cpu, is_asleep, launched, lora, shard, whole
 from trl_setup import LOGPROB_TOLERANCE, build, logged, make_model, plain_logprobs, worst_difference
+
+from stoker.rollout import EngineStateError
 
 AUTO = {"train_micro_batch_size_per_gpu": "auto"}
 
@@ -141,6 +144,45 @@ def evaluate_others(rank: int, folder: str) -> list[tuple[bool, float]]:
     engine.generate_batch = keep  # type: ignore[method-assign]
     trainer.train()
     assert engine._binding.source.kind == "mirror"
+    detach(trainer)
+    return found
+
+
+def score_in_a_reward(rank: int, folder: str) -> list[float]:
+    """How far, in each step of a run under FSDP2, a reward function's scores of the completions are from what they were sampled with."""
+    from stoker.integrations.trl import attach, detach
+
+    launched()
+    batches: list[Any] = []
+    found = []
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        engine.wake_up()
+        with pytest.raises(EngineStateError, match=r"sleep\(level=3\) dropped them: call update_weights\(\)"):
+            engine.score(batches[-1])
+        engine.update_weights()
+        sampled = [c.logprobs for output in batches[-1] for c in output.completions]
+        scored = engine.score(batches[-1], temperature=trainer.temperature)
+        engine.sleep()
+        found.append(
+            max(float((s.logprobs - torch.tensor(own)).abs().max()) for s, own in zip(scored, sampled, strict=True))
+        )
+        return [float(text.count("a")) for text in completions]
+
+    settings = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "vllm_enable_sleep_mode": True}
+    trainer = build("grpo", folder, more={"reward_funcs": reward}, ddp_backend="gloo", **settings)
+    shard(trainer.accelerator.state)
+    trainer.is_fsdp_enabled = True
+    engine = attach(trainer)
+    sample = engine.generate_batch
+
+    def keep(*arguments: Any, **fields: Any) -> Any:
+        batches.append(sample(*arguments, **fields))
+        return batches[-1]
+
+    engine.generate_batch = keep  # type: ignore[method-assign]
+    trainer.train()
+    assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < LOGPROB_TOLERANCE
     detach(trainer)
     return found
 

@@ -61,6 +61,12 @@ def test_every_rank_samples_from_the_whole_model(tmp_path: Path, how: str, kind:
     assert (first["prompts"] == second["prompts"]) == (kind in ("grpo", "rloo"))
 
 
+def test_a_reward_function_scores_under_shards_that_went_to_sleep(tmp_path: Path) -> None:
+    """As the guide says, and the error that it gets otherwise."""
+    for found in ranks.run(sharded_trl.score_in_a_reward, 2, str(tmp_path)):
+        assert len(found) == 3 and max(found) < LOGPROB_TOLERANCE
+
+
 def test_shards_that_are_others_in_evaluation(tmp_path: Path) -> None:
     """They come and go within a step, which nobody could see of shards."""
     found, _ = ranks.run(sharded_trl.evaluate_others, 2, str(tmp_path))
