@@ -157,6 +157,11 @@ def _of_processor(name: str, prompt: Mapping[str, Any]) -> Read:
         raise InvalidRequestError(
             f"{name} has tokens of images, and no images: give all that the processor returns, pixel_values among it"
         )
+    for key, t in fields.items():  # a NaN would reach all that is computed with it in one step, a shared beginning too
+        if t.is_floating_point() and not t.isfinite().all():
+            raise InvalidRequestError(
+                f"{name} has {key} that holds NaN or Inf: process the image again, from finite numbers"
+            )
     return tokens, ImageInputs.of(tokens, fields) if has_images else None
 
 

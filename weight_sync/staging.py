@@ -176,7 +176,7 @@ class Staging:
 
         ``WeightTransferError`` where something that was not to come is no longer what it was, or came otherwise than announced.
         """
-        stays = {name: number for name, number in self._held.items() if name not in self._came}
+        stays = self._stays
         problems = list(dict.fromkeys(self._problems))
         problems += unfit(((n, self.targets[n], self.targets[n].dtype) for n in stays), finite=self.check_finite)
         problems += self._missing({*self._came, *stays})
@@ -190,13 +190,23 @@ class Staging:
                 problems.append(f"{other} and {name} are one tensor in the model, and came with different values")
         if problems:
             raise WeightsMismatchError(f"the weights do not fit: {'; '.join(problems)}. {_UNCHANGED}")
+        self.check_stays()
+        self._check_arrived()
+
+    @property
+    def _stays(self) -> dict[str, int]:
+        """Checksums of what was not to come, as it is in service already."""
+        return {name: number for name, number in self._held.items() if name not in self._came}
+
+    def check_stays(self) -> None:
+        """Raise ``WeightTransferError`` where something that was not to come is no longer what it was."""
+        stays = self._stays
         changed = [name for name, number in self._sums(stays).items() if number != stays[name]]
         if changed:
             raise WeightTransferError(
-                f"{', '.join(changed)} changed in this process while the other weights arrived, and did not come: send "
+                f"{', '.join(changed[:4])} changed in this process while the other weights arrived, and did not come: send "
                 "again, and call update_weights again. What arrived was not taken"
             )
-        self._check_arrived()
 
     def _memory_of(self, name: str) -> object:
         """What is equal for names whose content is written to one place: a tied tensor's, and those of two that share memory."""

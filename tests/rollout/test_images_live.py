@@ -321,12 +321,13 @@ def shared() -> Iterator[RolloutEngine]:
         (lambda p: p | {"input_ids": p["input_ids"] + 1000}, "prompt 1.*position 0"),
         (lambda p: p | {"input_ids": p["input_ids"][:, :0]}, "prompt 1"),
         (lambda p: p | {"pixel_values": "an image"}, "prompt 1.*pixel_values"),
+        (lambda p: p | {"pixel_values": p["pixel_values"] / 0}, "prompt 1 has pixel_values that holds NaN or Inf"),
         (lambda p: p | {"attention_mask": p["attention_mask"] * 0}, "prompt 1 is empty"),
         (lambda p: make_prompt("qwen2_5_vl", (5, (4, 4), 60)), "prompt 1 has 83 tokens and max_model_len is 64"),
     ],
     ids=[
         "fewer placeholders", "fewer ids", "fewer pixels", "no image", "no grid", "two", "no ids", "float ids", "vocabulary", "empty",
-        "no tensor", "masked", "long",
+        "no tensor", "not finite", "masked", "long",
     ],
 )  # fmt: skip
 def test_bad_prompts_are_refused(shared: RolloutEngine, change: Change, match: str) -> None:

@@ -9,6 +9,7 @@ import oracle
 import pytest
 import torch
 from live_setup import PROMPTS, at_rest, beside, build, check_logprobs, long, nudge
+from sender import over_a_pipe, sending
 
 from stoker.kernels.errors import EngineStateError, InvalidRequestError, WeightTransferError
 from stoker.rollout import RolloutEngine
@@ -184,6 +185,42 @@ def test_weights_that_come_for_tensors_which_are_no_more(noticed: bool) -> None:
         assert engine.update_weights(pairs(engine, lambda: None)) == 2
         (output,) = engine.generate_batch(PROMPTS[:1], long())
         check_logprobs(engine, PROMPTS[0], output.completions[0])
+        at_rest(engine)
+
+
+@pytest.mark.parametrize("how", ["another update", "sleep"])
+def test_what_did_not_come_and_changes_when_all_else_is_there(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by another thread that has its turn first. What came belongs to weights that are no more."""
+    with build(dtype="float64") as engine:
+        first = {name: tensor.clone() for name, tensor in engine._binding.source.bound.items()}
+        sent, other = first | {"lm_head.weight": first["lm_head.weight"] + 1}, {n: t + 2 for n, t in first.items()}
+        here, there = over_a_pipe()
+        finish = here.finish
+
+        def finished(error: str | None = None) -> None:
+            finish(error)
+            if how == "sleep":
+                engine.sleep(3)
+                engine.wake_up()
+            else:
+                engine.update_weights(other)
+
+        with monkeypatch.context() as patch, sending(there, sent, 10_000) as future:
+            patch.setattr(here, "finish", finished)
+            with pytest.raises(
+                WeightTransferError, match=r"changed in this process while .* What arrived was not taken"
+            ):
+                engine.update_weights(here)
+            future.result(60)
+        in_service = engine._binding.source.bound
+        assert engine.weight_version == (how != "sleep")
+        if how != "sleep":
+            assert all(torch.equal(in_service[name], other[name]) for name in other)
+        with sending(there, sent, 10_000) as future:
+            assert engine.update_weights(here) == engine.weight_version
+            future.result(60)
+        assert all(torch.equal(in_service[name], sent[name]) for name in sent)
+        engine.generate_batch(PROMPTS, long()).raise_for_errors()
         at_rest(engine)
 
 
