@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.reference.adjustments import Banned, Bias, Penalties, penalised
-from stoker.kernels.reference.sampling import rows_within
+from stoker.kernels.reference.sampling import logsumexp, rows_within
 
 _PART, _FEW = (
     64,
@@ -34,60 +34,65 @@ def truncate(logits: Tensor, inverse_temperature: Tensor, top_k: Tensor, top_p: 
     vocab = logits.shape[1]
     part = min(vocab, max(_FEW, vocab // _PART))
     k = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
-    wanted = torch.where(k <= part, k, torch.where(top_p < 1, min(vocab, _FEW), 1))
-    values = logits.topk(int(wanted.max())).values
-    drop, found = _outside(logits, values, k, top_p, min_p)
+    wanted = int(torch.where(k <= part, k, torch.where(top_p < 1, _FEW, 1)).max())
+    values, ids = logits.topk(min(wanted + 1, vocab))
+    least, found = _least_among(logits, values, k, top_p)
     for row in found.logical_not().nonzero()[:, 0].tolist():
-        weights = (logits[row] - values[row, 0]).exp_()
-        least = _least_kept(logits[row], weights, int(k[row]), float(top_p[row]))
-        drop[row] = (logits[row] < least).logical_or_(weights < min_p[row])
-    return logits.masked_fill_(drop, _NOTHING)
+        least[row] = _least_of_many(logits[row], int(k[row]), float(top_p[row]))
+    least = torch.maximum(least, values[:, 0] + min_p.log())[:, None]
+    if vocab == values.shape[1] or bool((values[:, -1:] < least).all()):  # all that stays is among these
+        return logits.fill_(_NOTHING).scatter_(1, ids, values.masked_fill_(values < least, _NOTHING))
+    return logits.masked_fill_(logits < least, _NOTHING)
 
 
-def _least_kept(logits: Tensor, weights: Tensor, k: int, top_p: float) -> float:
-    """The smallest of some logits that top-k and then top-p leave, where that is one of many. weights: their exponentials."""
+def _least_among(logits: Tensor, values: Tensor, k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest logit that top-k and top-p leave, fp32 [R], and whether ``values`` were enough to find it, bool [R].
+
+    values: the largest logits of each row, in falling order.
+    """
+    count, vocab = values.shape[1], logits.shape[1]
+    kth = values.gather(1, k.clamp(max=count)[:, None] - 1)[:, 0]
+    least = torch.where(k < vocab, kth, _NOTHING)
+    by_mass = top_p < 1
+    found = (k <= count) | (k == vocab)
+    if bool(by_mass.any()):
+        kept = values.masked_fill(values < least[:, None], _NOTHING)
+        of_kept = by_mass & (k < vocab)
+        mass = kept.logsumexp(1)
+        if bool((by_mass & ~of_kept).any()):
+            mass = torch.where(of_kept, mass, logsumexp(logits))
+        probs = (kept - mass[:, None]).exp_()
+        inside = probs.cumsum(1).sub_(probs) < top_p[:, None]  # by the mass of the more likely tokens
+        last = inside.sum(1, keepdim=True).clamp(min=1) - 1
+        least = torch.where(by_mass, torch.maximum(least, values.gather(1, last)[:, 0]), least)
+        # Beyond the last of these there may be more of top-p, and equals of the last of top-k.
+        found &= ~by_mass | (count == vocab) | torch.where(of_kept, kth > values[:, -1], ~inside[:, -1])
+    return least, found
+
+
+def _least_of_many(logits: Tensor, k: int, top_p: float) -> float:
+    """The smallest logit of a row that top-k and then top-p leave, where that is one of many."""
     least = logits.kthvalue(len(logits) - k + 1).values if k < len(logits) else torch.tensor(_NOTHING)
     kept = (logits >= least) & (logits > _NOTHING)
-    numbers, weights = (logits, weights) if kept.all() else (logits[kept], weights[kept])
-    weights = weights.double()
+    if not kept.any():
+        return _NOTHING
+    numbers, weights = logits, logits.softmax(0).double()
+    if not kept.all():
+        numbers, weights = numbers[kept], weights[kept]
     wanted = top_p * float(weights.sum()) if top_p < 1 else math.inf
     beyond = 0.0  # the weight of what is larger than all that are left
     while len(numbers) > _SORTED and (low := float(numbers.min())) < (high := float(numbers.max())):
         # In bins of rising numbers: what is looked for is in the one by which the weight of those from it on is enough.
-        bins = numbers.double().sub_(low).mul_((_BINS - 1) / (high - low)).long()
+        bins = numbers.double().sub_(low).mul_((_BINS - 1) / (high - low)).int()
         above = torch.bincount(bins, weights, _BINS).flip(0).cumsum_(0).add_(beyond)
         at = min(int((above < wanted).sum()), _BINS - 1)
         beyond = float(above[at - 1]) if at else beyond
-        inside = bins == _BINS - 1 - at
+        (inside,) = (bins == _BINS - 1 - at).nonzero(as_tuple=True)
         numbers, weights = numbers[inside], weights[inside]
     numbers, order = numbers.sort(descending=True)
     weights = weights[order]
     inside = beyond + weights.cumsum(0) - weights < wanted
     return float(numbers[max(int(inside.sum()), 1) - 1])
-
-
-def _outside(logits: Tensor, values: Tensor, k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
-    """What to exclude, bool [R, V], and whether ``values``, the largest of each row in falling order, were enough, bool [R]."""
-    count, vocab = values.shape[1], logits.shape[1]
-    kth = values.gather(1, k.clamp(max=count)[:, None] - 1)
-    kth = torch.where((k < vocab)[:, None], kth, _NOTHING)
-    drop = logits < kth
-    found = (k <= count) | (k == vocab)
-    by_mass, by_ratio = bool((top_p < 1).any()), bool((min_p > 0).any())
-    if not by_mass and not by_ratio:
-        return drop, found
-    largest = values[:, :1]
-    weights = (logits.masked_fill(drop, _NOTHING) - largest).exp_()  # the largest has 1
-    if by_mass:
-        sorted_weights = (values.masked_fill(values < kth, _NOTHING) - largest).exp_()
-        mass = sorted_weights.cumsum(1).sub_(sorted_weights)  # of the more likely tokens
-        inside = mass < top_p[:, None] * weights.sum(1, keepdim=True)
-        last = inside.sum(1, keepdim=True).clamp(min=1) - 1
-        drop |= logits < torch.where((top_p < 1)[:, None], values.gather(1, last), _NOTHING)
-        found &= (top_p >= 1) | (k <= count) | ~inside[:, -1] | (count == vocab)
-    if by_ratio:
-        drop |= weights < min_p[:, None]
-    return drop, found
 
 
 def adjust(logits: Tensor, bias: Bias | None, penalties: Penalties | None, banned: Banned | None) -> Tensor:
