@@ -11,7 +11,7 @@ import pytest
 import torch
 from adapted import peft_model, state_dict
 from families import make_model
-from pretend_device import STATIC, PretendDevice, bits, build, close, prompts, results
+from pretend_device import STATIC, VOCAB, PretendDevice, bits, build, close, prompts, results
 from tokenizer_kinds import tokenizer
 from torch import Tensor
 
@@ -66,6 +66,27 @@ def test_with_the_kernels_of_a_gpu_the_tokens_are_those_of_the_torch_operations(
     with build(model, ops=TRITON, decode_window=1) as engine:  # the second step is captured, the third replayed
         assert engine.stats().fused_layers == engine.stats().num_layers
         close(engine.generate_batch(*few(5)), expected)
+        assert engine.core.runner.has_graphs
+
+
+def test_with_the_kernels_of_a_gpu_parameters_of_sampling_are_those_of_the_torch_operations() -> None:
+    """In captured steps, whose rows they are for change from one to the next."""
+    asked: list[dict[str, Any]] = [
+        {"top_k": 5, "repetition_penalty": 1.4},
+        {"temperature": 0, "frequency_penalty": 0.7, "presence_penalty": 0.4},
+        {"top_p": 0.7, "temperature": 0.6, "logprobs_mode": "processed", "logprobs": 2},
+        {"min_tokens": 3, "stop_token_ids": [t for t in range(VOCAB) if t not in (5, 9)], "ignore_eos": False},
+        {"logit_bias": {7: 9.0, 8: 9.0, 11: -9.0}, "repetition_penalty": 1.8, "logprobs_mode": "raw"},
+        {"min_p": 0.2, "logit_bias": {3: 2.0}},
+    ]
+    fields = {"max_tokens": 6, "ignore_eos": True}
+    settings = [SamplingParams(**(fields | {"seed": i} | each)) for i, each in enumerate(asked)]
+    given = [p[:9] for p in prompts(len(settings))], settings
+    with build(make_model("llama", num_hidden_layers=1), ops=REFERENCE, runtime=CpuRuntime) as plain:
+        expected = plain.generate_batch(*given)
+    assert [len(output.completions[0].token_ids) for output in expected] == [6, 6, 6, 4, 6, 6]
+    with build(make_model("llama", num_hidden_layers=1), ops=TRITON, decode_window=1) as engine:
+        close(engine.generate_batch(*given), expected)
         assert engine.core.runner.has_graphs
 
 
