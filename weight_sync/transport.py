@@ -6,6 +6,7 @@ A trainer calls ``send_weights(tensors, transfer)``; an engine takes the other e
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -79,7 +80,9 @@ def send_weights(tensors: Mapping[str, Tensor], transfer: WeightTransfer, *, buc
 
 
 def reason_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".removesuffix(f". {OLD_STAYS}")
+    """For the other end, which says itself what its engine keeps."""
+    said = re.sub(r"\. [^.]*\bthe engine keeps [^.]*$", "", str(error), flags=re.IGNORECASE)
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 class _Conversation:

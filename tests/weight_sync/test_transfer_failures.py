@@ -16,10 +16,10 @@ import torch
 from sender import over_a_pipe, sending, some_tensors, take
 from torch import Tensor
 
-from stoker.kernels.errors import WeightTransferError
+from stoker.kernels.errors import WeightsMismatchError, WeightTransferError
 from stoker.weight_sync.manifest import Manifest, TensorSpec, announce
 from stoker.weight_sync.staging import Staging
-from stoker.weight_sync.transport import send_weights
+from stoker.weight_sync.transport import OLD_STAYS, reason_of, send_weights
 
 
 def test_a_sender_that_fails_and_lives_says_why_and_sends_again() -> None:
@@ -253,3 +253,16 @@ def test_a_transfer_that_was_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None
             take(here, targets)
             sent.result()
     assert torch.equal(targets["a"], new["a"])
+
+
+def test_what_the_other_end_is_told() -> None:
+    """It says itself what its engine keeps, and an error may have no words."""
+    kept = "No weight was changed: the engine keeps its version"
+    assert reason_of(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert reason_of(WeightsMismatchError(f"the weights do not fit: a is new. {kept}")) == (
+        "WeightsMismatchError: the weights do not fit: a is new"
+    )
+    assert (
+        reason_of(WeightTransferError(f"the sender gave up. {OLD_STAYS}")) == "WeightTransferError: the sender gave up"
+    )
+    assert reason_of(OSError("a. b. the end")) == "OSError: a. b. the end"
