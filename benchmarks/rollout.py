@@ -77,7 +77,7 @@ def parts(
 ) -> list[Part]:
     """What a run measures, in the order of its worth: what a budget leaves no time for is left out at the end.
 
-    On CUDA ``needs_s`` adds up to 480 seconds, of which `make gpu` allows 230 after the tests, and 360 without them: what
+    On CUDA ``needs_s`` adds up to 540 seconds, of which `make gpu` allows 230 after the tests, and 360 without them: what
     comes after the profiles may be missing there. limited: sweeps take no longer than ``needs_s`` either. note: as for ``compare``.
     """
 

@@ -14,11 +14,9 @@ from torch import Tensor
 from stoker.kernels.reference.adjustments import Banned, Bias, Penalties, penalised
 from stoker.kernels.reference.sampling import logsumexp, rows_within
 
-_PART, _FEW = (
-    64,
-    256,
-)  # of how much of a row torch finds the largest, 1 / 64; and how many of them are all that most rows keep
-_BINS, _SORTED = 1024, 1024  # where one keeps more
+_PART = 64  # torch finds the largest 64th of a vocabulary without sorting all of it
+_FEW = 256  # among so many is all that most rows keep; where it is not, bins narrow it down, until a sort is short
+_BINS, _SORTED = 1024, 1024
 _NOTHING = float("-inf")
 _CACHED = 1 << 18  # fp32 numbers of a tensor of logits for each thread, from which sampling makes several others
 

@@ -44,7 +44,7 @@ def adjust(logits: Tensor, bias: Bias | None, penalties: Penalties | None, banne
     logits: [R, V] of any float dtype.
     """
     logits = logits.float()
-    if bias is not None:  # not scatter_add, which would add what is listed twice twice
+    if bias is not None:  # not scatter_add, which would add a repeated id's bias more than once
         logits = logits.scatter(1, bias.ids, logits.gather(1, bias.ids) + bias.values)
     if penalties is not None:
         each = (penalties.repetition, penalties.presence, penalties.frequency)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from compiling import compiled
 from emulated_cuda import emulated_cuda
 from families import make_model
 
@@ -20,11 +17,7 @@ from stoker.rollout import RolloutEngine
 
 
 def test_compiled_for_other_gpus_the_kernels_fit_them(tmp_path: Path) -> None:
-    script = Path(__file__).parents[1] / "helpers/compile_elsewhere.py"
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-P", script], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    made = json.loads(done.stdout)
+    made = compiled("compile_elsewhere", tmp_path)
     of_each = {
         "decode_kernel",
         "prefill_kernel",

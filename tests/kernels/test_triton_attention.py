@@ -5,10 +5,6 @@ Without a CUDA device kernels are interpreted, in fp32 and fp16; with one the sa
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +12,7 @@ import oracle
 import pytest
 import torch
 from cases_attention import DEVICE, GPU_ONLY, NARROW, PLAIN, SMALL, Heads, Paged, Row, check, family, options_of
+from compiling import compiled
 from families import make_model
 from paged_rows import TOLERANCE
 from pretend_device import build
@@ -235,11 +232,7 @@ def test_what_the_kernels_do_not_run_is_named() -> None:
 
 def test_compiled_for_an_h200_the_kernels_fit_it(tmp_path: Path) -> None:
     """The interpreter takes what the compiler refuses, and knows nothing of registers and shared memory."""
-    script = Path(__file__).parents[1] / "helpers/compile_attention.py"
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-P", script], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = compiled("compile_attention", tmp_path)
     made = found["made"]
     # For any number of rows: the rows' own splits and the shared ones in decode steps; a chunk beside rows of their own.
     plan = {"work_list_kernel": 1, "common_blocks_kernel": 1, "units_kernel": 1}
