@@ -65,11 +65,11 @@ class ExternalWeights:
             places=source.places,
         )
 
-    def put_in_service(self, staged: Staging, *, others: bool) -> int:
+    def put_in_service(self, staged: Staging) -> int:
         """Returns the bytes that were written.
 
-        others: whether other weights may be in service than when these were asked for, as of another thread's update: then what
-        did not come, being there, is looked at again. Raises ``WeightTransferError`` where that has changed, and where the model
+        What did not come, being there, is looked at again: another thread may have had its turn since. Raises
+        ``WeightTransferError`` where that has changed, and where the model
         has other tensors by now than those it was received for.
         """
         source = self._binding.source
@@ -80,8 +80,7 @@ class ExternalWeights:
                 "the model's tensors were replaced or changed in this process while the other weights arrived: send again, "
                 "and call update_weights again. What arrived was not taken"
             )
-        if others:
-            staged.check_stays()
+        staged.check_stays()
         return self._write(lambda: staged.commit(source.write))
 
     def _write(self, write: Callable[[], int]) -> int:

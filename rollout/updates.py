@@ -59,13 +59,11 @@ class WeightUpdates:
                 self._put_in_service(write, version)
                 weights = None
         if weights is not None:  # outside of the gate: while they come, others go on
-            before = self.version, self._binding.source.places
             staged = self._external.receive(weights)
             with self._loop.gate("update its weights"), uninterrupted():
                 check(idle=False)  # what has begun meanwhile goes on under these
                 self._check_above(version)
-                others = before != (self.version, self._binding.source.places)  # memory that slept is elsewhere, too
-                self._put_in_service(partial(self._external.put_in_service, staged, others=others), version)
+                self._put_in_service(partial(self._external.put_in_service, staged), version)
         self.last_seconds = time.perf_counter() - start
 
     def _read_version(self, version: Any) -> int | None:
