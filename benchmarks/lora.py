@@ -1,8 +1,9 @@
 """Adapters against the bare base, and live adapters against merge-and-push, in one run: ``python -m stoker.benchmarks.lora``.
 
-GRPO groups, from token ids to completions: on the base alone, with one live adapter, and with many mixed in each batch. Then
-what it takes until a trainer's new adapter is what the engine samples from. Writes one JSON file, prints a table and, last,
-one line of JSON. On a CPU only ratios of one run mean anything: run it on a machine that does nothing else.
+Decode steps alone, and GRPO groups from token ids to completions: on the base alone, with one live adapter, and with many
+mixed in each batch. Then what it takes until a trainer's new adapter is what the engine samples from. Writes one JSON file,
+prints a table and, last, one line of JSON. On a CPU only ratios of one run mean anything: run it on a machine that does
+nothing else.
 """
 
 from __future__ import annotations
@@ -12,26 +13,40 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 
 from stoker.benchmarks import ceilings, command, gate
-from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec, Workload, dtype_of
+from stoker.benchmarks.workloads import (
+    LLAMA_1B,
+    QWEN_7B,
+    SMALL,
+    TOY,
+    ModelSpec,
+    Workload,
+    dtype_of,
+    random_prompts,
+)
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 RANK = 16
+CONTEXT, STEPS = 512, 64  # tokens, of decode steps alone
+
+Ways: TypeAlias = dict[str, str | Sequence[str | None] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """wide: adapters in fp32 over any base, as PEFT makes them by default; else in the base's dtype."""
+    """batches: sequences of the decode steps that are timed alone. wide: adapters in fp32 over any base, as PEFT makes them by
+    default; else in the base's dtype."""
 
     spec: ModelSpec
     workload: Workload
     adapters: int
     repeats: int
+    batches: tuple[int, ...] = ()
     wide: bool = False
 
 
@@ -47,13 +62,14 @@ _CHECKED = {"cpu": 8, "cuda": 40}  # rows
 
 SCENARIOS = {
     ("cpu", False): [Scenario(spec=s, workload=_CPU, adapters=16, repeats=5) for s in (TOY, SMALL)],
-    ("cpu", True): [Scenario(spec=s, workload=_QUICK, adapters=4, repeats=1) for s in (TOY, SMALL)],
+    ("cpu", True): [Scenario(spec=s, workload=_QUICK, adapters=4, repeats=1, batches=(4,)) for s in (TOY, SMALL)],
     ("cuda", False): [
-        Scenario(spec=s, workload=_GPU, adapters=16, repeats=5, wide=wide)
+        Scenario(spec=s, workload=_GPU, adapters=16, repeats=5, batches=(64, 128, 256), wide=wide)
         for s, wide in ((LLAMA_1B, False), (QWEN_7B, False), (LLAMA_1B, True))
     ],
     ("cuda", True): [
-        Scenario(spec=LLAMA_1B, workload=_QUICK_GPU, adapters=16, repeats=2, wide=wide) for wide in (False, True)
+        Scenario(spec=LLAMA_1B, workload=_QUICK_GPU, adapters=16, repeats=2, batches=(64,), wide=wide)
+        for wide in (False, True)
     ],
 }
 
@@ -99,25 +115,49 @@ def check(engine: RolloutEngine, model: PeftModel, prompts: Sequence[list[int]],
     return gate.check(worst, gate.limit_of(model.dtype), "PEFT's")
 
 
+def ways(rows: int, adapters: int, samples: int = 1) -> Ways:
+    """What is compared, of rows in groups of ``samples``: no adapter, one, all of them mixed, and those in every other group."""
+    by_row: list[str | None] = [str(row // samples % adapters) for row in range(rows)]
+    half = [name if row // samples % 2 else None for row, name in enumerate(by_row)]
+    return {"base": None, "one": "0", "mixed": by_row, "half without": half}
+
+
+def steps(engine: RolloutEngine, scenario: Scenario, device: str) -> Iterator[dict[str, Any]]:
+    """A decode step of each batch: what a long rollout of cached prompts takes longer than a short one."""
+    for batch in scenario.batches:
+        prompts = random_prompts(scenario.spec, batch, CONTEXT, f"{batch}/adapters")
+        compared = ways(batch, scenario.adapters)
+
+        def took(tokens: int, name: str, prompts: Any = prompts, compared: Ways = compared) -> float:
+            params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+            return ceilings.timed(lambda: engine.generate_batch(prompts, params, adapter=compared[name]), device)
+
+        seconds: dict[str, list[float]] = {}
+        for name in compared:  # one after the other: the prefix cache may not hold the prompts of all
+            took(1 + STEPS, name)  # fills it, and captures what there is to capture
+            seconds[name] = [(took(1 + STEPS, name) - took(1, name)) / STEPS for _ in range(scenario.repeats)]
+        step_s = {name: statistics.median(times) for name, times in seconds.items()}
+        yield {
+            "batch": batch,
+            "context": CONTEXT,
+            "seconds": seconds,
+            "step_ms": {name: 1e3 * s for name, s in step_s.items()},
+            "of_base_speed": {name: step_s["base"] / s for name, s in step_s.items()},
+        }
+
+
 def rollouts(engine: RolloutEngine, scenario: Scenario, device: str) -> Iterator[dict[str, Any]]:
     """After each repeat, seconds of the same requests with no adapter, with one, and with all of them mixed.
 
     Speeds are compared within a repeat, whose runs follow each other: a machine's own speed may change from one to the next.
     """
-    work, count = scenario.workload, scenario.adapters
+    work = scenario.workload
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in work.lengths]
-    by_row: list[str | None] = [str(row // work.samples % count) for row in range(len(params))]
-    half = [name if row // work.samples % 2 else None for row, name in enumerate(by_row)]
-    ways: dict[str, str | Sequence[str | None] | None] = {
-        "base": None,
-        "one": "0",
-        "mixed": by_row,
-        "half without": half,
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    compared = ways(len(params), scenario.adapters, work.samples)
+    seconds: dict[str, list[float]] = {name: [] for name in compared}
     for repeat in range(-1, scenario.repeats):  # the first is for what is made or captured once
         prompts = work.draw(scenario.spec.config.vocab_size, repeat)
-        for name, adapter in ways.items():
+        for name, adapter in compared.items():
             took = ceilings.timed(lambda p=prompts, a=adapter: engine.generate_batch(p, params, adapter=a), device)  # type: ignore[misc]
             if repeat >= 0:
                 seconds[name].append(took)
@@ -207,7 +247,9 @@ def compare(scenario: Scenario, device: str) -> Iterator[dict[str, Any]]:
     """What is known so far: of rollouts first."""
     model = build(scenario.spec, device, scenario.adapters, wide=scenario.wide)
     config = EngineConfig(
-        max_num_seqs=scenario.workload.slots, max_model_len=scenario.workload.max_len, max_loras=scenario.adapters
+        max_num_seqs=max((scenario.workload.slots, *scenario.batches)),
+        max_model_len=max(scenario.workload.max_len, CONTEXT + 1 + STEPS),
+        max_loras=scenario.adapters,
     )
     with RolloutEngine(model, config=config) as engine:
         drawn = scenario.workload.draw(scenario.spec.config.vocab_size, -2)
@@ -221,6 +263,10 @@ def compare(scenario: Scenario, device: str) -> Iterator[dict[str, Any]]:
             "rank": RANK,
             "gate": check(engine, model, drawn[: _CHECKED[device]], scenario.adapters),
         }
+        for step in steps(engine, scenario, device):
+            found.setdefault("steps", []).append(step)
+            found["matmuls"] = engine.stats().matmuls
+            yield found
         for timed in rollouts(engine, scenario, device):
             found["rollouts"] = timed
             yield found
@@ -237,6 +283,11 @@ def table(run: dict[str, Any]) -> list[str]:
         f"{run['model']['name']} ({run['model']['dtype']}): {work['prompts']} prompts x {work['samples']} samples, "
         f"{work['completion_tokens']} tokens; {run['adapters']} adapters of rank {run['rank']} in {run['adapter_dtype']} on every "
         f"linear layer; within {run['gate']['max_abs_diff']:.1e} of PEFT",
+        *(
+            f"  {step['batch']} x {step['context']}, {step['step_ms']['base']:.3f} ms a step on the base; of its speed: "
+            + ", ".join(f"{name} {speed:.1%}" for name, speed in step["of_base_speed"].items() if name != "base")
+            for step in run.get("steps", ())
+        ),
         f"  {'adapters':16}{'wall s':>9}{'tok/s':>9}{'of base speed':>15}",
     ]
     for name, r in run["rollouts"].items():
