@@ -24,7 +24,7 @@ from stoker.kernels.linear import linear as by_torch
 from stoker.kernels.linear_cuts import MOST_ROWS, Cut, cuts_to_try
 from stoker.kernels.linear_invariant import linear as in_tiles
 from stoker.kernels.linear_streamed import describable, streamed
-from stoker.kernels.lora import AHEAD_SHARED, SHRINK_SHARED, ahead, lora
+from stoker.kernels.lora import AHEAD_SHARED, SHRINK_SHARED, ahead, lora, shrink
 from stoker.kernels.lora_ahead import goes_ahead
 from stoker.kernels.norm_rotary import rms_norm
 from stoker.kernels.reference.fp8 import FP8
@@ -35,6 +35,7 @@ _log = logging.getLogger("stoker")
 _LEAST_BYTES = 2**22  # with a smaller weight, launches take most of the time
 _MOST_OF_FP8 = 1024  # rows; beyond it a plain copy of the weight costs little beside the product
 _STEP = 16  # rows are rounded up to a multiple of it for measuring; above MOST_ROWS, to a multiple of that
+_MOST_ADAPTED = 512  # rows with adapters; with more, it matters little where in a step these run
 _ROUNDS = 7
 _CYCLES = 10_000_000  # about 5 ms, in which the host launches the round that is then timed
 _MOST_CYCLES = 16 * _CYCLES  # for a slow host
@@ -108,17 +109,28 @@ class MeasuredLinear:
     ) -> Tensor:
         """The projection and then ``lora``, in the fastest way that was measured.
 
-        Adapters run after the projection, or their shrink runs beside a streamed product, or all of them ahead of one.
+        Adapters run after the projection, or only their expand does, or their shrink runs beside a streamed product, or all of them
+        ahead of one.
         """
         given = _Adapted(x, weight, bias, table, rows, gated, {"residual": residual, "row_scales": row_scales})
         way: Callable[[_Adapted], Tensor] = partial(self._after, in_place=in_place)
-        if x.shape[0] <= MOST_ROWS and self._has_ways(x, weight, residual):
+        if x.shape[0] <= _MOST_ADAPTED and self._has_ways(x[:MOST_ROWS], weight, residual):
             way = self._fastest_with_adapters(given) or way
         return way(given)
 
     def _after(self, given: _Adapted, **options: Any) -> Tensor:
         out = self(given.x, given.weight, given.bias, **given.options | options)
         return lora(given.x, out, given.table, given.rows, given.gated, settled=True)
+
+    def _around(self, given: _Adapted, **options: Any) -> Tensor:
+        hidden = shrink(given.x, given.table, given.rows, given.gated)
+        out = self(given.x, given.weight, given.bias, **given.options | options)
+        return lora(given.x, out, given.table, given.rows, given.gated, shrunk=hidden)
+
+    def _around_streamed(self, cut: Cut, room: int, given: _Adapted) -> Tensor:
+        hidden = shrink(given.x, given.table, given.rows, given.gated)
+        out = self._streamed(cut, room, given, gated=None, late=True, **given.options)
+        return lora(given.x, out, given.table, given.rows, given.gated, shrunk=hidden)
 
     def _beside(self, cut: Cut, given: _Adapted) -> Tensor:
         out = self._streamed(cut, SHRINK_SHARED, given, gated=None, **given.options)
@@ -202,14 +214,15 @@ class MeasuredLinear:
         slots = torch.tensor(sorted(set().union(*table.weights)), device=x.device)
         of_all = AdapterRows(slots[torch.arange(len(rows.slots), device=x.device) % len(slots)])
         given = given._replace(rows=of_all)
-        ways: dict[str, Callable[[_Adapted], Tensor]] = {"after": self._after}
+        ways: dict[str, Callable[[_Adapted], Tensor]] = {"after": self._after, "around": self._around}
         order = ["after"]
         try:
             ways |= self._ways_with_adapters(given)
             calls = {name: partial(way, given) for name, way in ways.items()}
             expected = calls["after"]()
             if (residual := options["residual"]) is not None:  # as in ``_measured``
-                calls["after"] = partial(calls["after"], residual=residual.clone(), in_place=True)
+                for name in ("after", "around"):
+                    calls[name] = partial(calls[name], residual=residual.clone(), in_place=True)
             order, self.chosen[f"{name}, adapters"] = by_time(calls, "after", expected, weight)
         except Exception as error:
             size = list(weight.shape)
@@ -221,14 +234,19 @@ class MeasuredLinear:
         """The ways that stream the weight, by name."""
         x, weight, bias, table, _, gated, options = given
         ways: dict[str, Callable[[_Adapted], Tensor]] = {}
+        if x.shape[0] > MOST_ROWS:
+            return ways
         cuts = self._fastest(x, weight, bias, {"norm": None, "gated": None, "scale": 1.0, **options}).cuts
         if cuts:
             ways["beside"] = partial(self._beside, cuts[0])
+            if describable(x):
+                for room in (0, SHRINK_SHARED):
+                    ways[f"around, streamed, {room // 1024} KiB left"] = partial(self._around_streamed, cuts[0], room)
         if gated is not None:  # the fastest cut of a gated product is not known
             cuts = list(self._cuts(x, weight, True).values())
         if goes_ahead(table, x.dtype):
             for cut in cuts[:2]:
-                for room in AHEAD_SHARED:
+                for room in (SHRINK_SHARED, *AHEAD_SHARED):
                     name = f"ahead, {cut.rows} rows in {cut.splits} splits, {room // 1024} KiB left"
                     ways[name] = partial(self._ahead, cut, room)
         return ways

@@ -174,6 +174,7 @@ def streamed(
     row_scales: Tensor | None = None,
     beside: int = 0,
     added: Tensor | None = None,
+    late: bool = False,
 ) -> Tensor:
     """As the reference's ``linear``. x: [T, D], T up to ``MOST_ROWS``; weight: [N, D], ``describable``.
 
@@ -181,8 +182,9 @@ def streamed(
     beside: bytes of a multiprocessor's shared memory that are left to other kernels.
     added: [T, N], to add to the product, of gate and up before the activation: what ``lora.ahead`` made of the same x just now.
     """
-    late = added is not None
-    assert not late or (norm is None and residual is None and describable(x)), "x was made by the last launch"
+    late |= added is not None
+    assert not late or (norm is None and describable(x)), "x was made by the last launch"
+    assert added is None or residual is None
     if norm is not None:  # for every tile again it would be more work than the product
         x = rms_norm(x, *norm)
     if not describable(x):
@@ -217,7 +219,7 @@ def streamed(
         scale,
         COPIED=copied,
         BIAS=bias is not None,
-        RESIDUAL=residual is not None and not (late and gated),
+        RESIDUAL=residual is not None and not (added is not None and gated),
         GATED=gated,
         SCALED=row_scales is not None,
         LEFT=tokens <= FEW,

@@ -107,24 +107,46 @@ def lora(
     *,
     settled: bool = False,
     deterministic: bool = False,
+    shrunk: Tensor | None = None,
 ) -> Tensor:
-    """As the reference. deterministic: a row's result has the same bits in any batch."""
+    """As the reference. deterministic: a row's result has the same bits in any batch. shrunk: what ``shrink`` gave of the same."""
     if table.empty:
         return out if gated is None else act_mul(out, gated)
-    tiles = Tiles.of(rows, table, deterministic)
-    if gated is not None and tiles.grouped and len(table.widths) == 2 and len(set(table.widths)) == 1:
+    tiles, low, block_n, together = _plan(x, table, rows, gated, deterministic)
+    if shrunk is None:
+        shrunk = _shrink(x, table, tiles, settled=settled, deterministic=deterministic)
+    if together and gated is not None:
+        return _expand_gated(shrunk, out, table, low, block_n, gated, deterministic)
+    out = _expand(shrunk, out, table, tiles, block_n, deterministic)
+    return out if gated is None else act_mul(out, gated)
+
+
+def shrink(x: Tensor, table: LoraTable, rows: AdapterRows, gated: Activation | None = None) -> Tensor:
+    """The first half of ``lora``, before the projection of x instead of behind it: x was made by the last launch."""
+    tiles = _plan(x, table, rows, gated, False)[0]
+    return _shrink(x, table, tiles, settled=False, deterministic=False)
+
+
+def _plan(
+    x: Tensor, table: LoraTable, rows: AdapterRows, gated: Activation | None, deterministic: bool
+) -> tuple[Tiles, Tiles, int, bool]:
+    """The tiles of shrink and expand, the columns of the latter's, and whether it does the activation, too.
+
+    What is not on the device yet is sent now, and not between these launches.
+    """
+    tiles = low = Tiles.of(rows, table, deterministic)
+    together = gated is not None and tiles.grouped and len(table.widths) == 2 and len(set(table.widths)) == 1
+    if together:
         # Its time goes with the numbers that its programs have, of places that no token takes as well.
         low = Tiles.of(rows, table, deterministic, low=table.only_matrices and not deterministic)
-        block_n = _columns_of_gated(table, low, deterministic)
-        table.columns(block_n)
         tiles = tiles._replace(fresh=tiles.fresh or low.fresh)
-        hidden = _shrink(x, table, tiles, settled=settled, deterministic=deterministic)
-        return _expand_gated(hidden, out, table, low, block_n, gated, deterministic)
-    block_n = _columns_of_tile(table, tiles, out.device)
-    table.columns(block_n)  # if these are new, they are copied now, and not between the shrink and the expand
-    hidden = _shrink(x, table, tiles, settled=settled, deterministic=deterministic)
-    out = _expand(hidden, out, table, tiles, block_n, deterministic)
-    return out if gated is None else act_mul(out, gated)
+    block_n = (
+        _columns_of_gated(table, low, deterministic)
+        if together
+        else _columns_of_tile(table, tiles, x.device, deterministic)
+    )
+    table.columns(block_n)
+    return tiles, low, block_n, together
 
 
 def ahead(x: Tensor, residual: Tensor | None, table: LoraTable, rows: AdapterRows) -> Tensor:
@@ -222,7 +244,7 @@ def lora_embedding(
     if table.empty:
         return out
     tokens, rank, tiles = len(token_ids), padded_rank(table), Tiles.of(rows, table, deterministic)
-    block_n = _columns_of_tile(table, tiles, out.device)
+    block_n = _columns_of_tile(table, tiles, out.device, deterministic)
     table.columns(block_n)  # as in ``lora``
     hidden = torch.empty(1, 1, tokens, rank, dtype=torch.float32, device=out.device)
     look_up_kernel[(tokens,)](
@@ -313,10 +335,12 @@ def _ranks_together(table: LoraTable, hidden: Tensor, deterministic: bool) -> in
     return min(most, 256 // len(hidden), most if deterministic else hidden.shape[3])
 
 
-def _columns_of_tile(table: LoraTable, tiles: Tiles, device: torch.device) -> int:
+def _columns_of_tile(table: LoraTable, tiles: Tiles, device: torch.device, deterministic: bool) -> int:
     """Columns of an expand's tile: wide where there are many tiles, as each reads all that the shrink's splits gave."""
-    many = tiles.height <= 16 and tiles.programs * sum(table.widths) >= 16 * 64 * launch.multiprocessors(device)
-    return 128 if many else 64
+    many = (tiles.grouped and not deterministic and padded_rank(table) <= 32) or tiles.programs * sum(
+        table.widths
+    ) >= 16 * 64 * launch.multiprocessors(device)
+    return 128 if many and tiles.height <= 16 else 64
 
 
 def _columns_of_gated(table: LoraTable, tiles: Tiles, deterministic: bool) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stoker.kernels.launch import await_end, await_turn, let_next_up
+from stoker.kernels.launch import await_end, await_turn, fetch, let_next_up
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
@@ -179,6 +179,11 @@ def shrink_kernel(
         if SETTLED:
             let_next_up(DEPENDENT)
         else:
+            if DEPENDENT and not STRIDED and BLOCK_T <= 16:  # noqa: SIM102 - known when it is compiled
+                if used:  # what it reads of a is on its way to L2, while the kernel before still runs
+                    its_rows = a_ptr + tl.minimum(ranks, rank - 1) * depth
+                    for start in range(first, last, BLOCK_K):
+                        fetch(its_rows + start, BLOCK_K, tl.minimum(BLOCK_K, depth - start) - 1)
             await_turn(DEPENDENT)
         if used:
             total = shrunk(
