@@ -61,6 +61,13 @@ class _Adapted(NamedTuple):
     options: dict[str, Any]
 
 
+def _described(given: _Adapted) -> _Adapted:
+    """With x as the chip can read it before a product's turn."""
+    if describable(given.x):
+        return given
+    return given._replace(x=given.x.clone(memory_format=torch.contiguous_format))
+
+
 class MeasuredLinear:
     """``Ops.linear`` of one engine, whose steps follow one another on the device."""
 
@@ -109,8 +116,8 @@ class MeasuredLinear:
     ) -> Tensor:
         """The projection and then ``lora``, in the fastest way that was measured.
 
-        Adapters run after the projection, or only their expand does, or their shrink runs beside a streamed product, or all of them
-        ahead of one.
+        Adapters run after the projection, or around it, their shrink before and their expand after it; or the shrink runs beside a
+        streamed product, or all of them ahead of one.
         """
         given = _Adapted(x, weight, bias, table, rows, gated, {"residual": residual, "row_scales": row_scales})
         way: Callable[[_Adapted], Tensor] = partial(self._after, in_place=in_place)
@@ -127,9 +134,10 @@ class MeasuredLinear:
         out = self(given.x, given.weight, given.bias, **given.options | options)
         return lora(given.x, out, given.table, given.rows, given.gated, shrunk=hidden)
 
-    def _around_streamed(self, cut: Cut, room: int, given: _Adapted) -> Tensor:
+    def _shrink_ahead(self, cut: Cut, given: _Adapted) -> Tensor:
+        given = _described(given)
         hidden = shrink(given.x, given.table, given.rows, given.gated)
-        out = self._streamed(cut, room, given, gated=None, late=True, **given.options)
+        out = self._streamed(cut, SHRINK_SHARED, given, gated=None, late=True, **given.options)
         return lora(given.x, out, given.table, given.rows, given.gated, shrunk=hidden)
 
     def _beside(self, cut: Cut, given: _Adapted) -> Tensor:
@@ -137,8 +145,7 @@ class MeasuredLinear:
         return lora(given.x, out, given.table, given.rows, given.gated, settled=True)
 
     def _ahead(self, cut: Cut, room: int, given: _Adapted) -> Tensor:
-        if not describable(given.x):
-            given = given._replace(x=given.x.clone(memory_format=torch.contiguous_format))
+        given = _described(given)
         added = ahead(given.x, given.options["residual"], given.table, given.rows)
         return self._streamed(cut, room, given, gated=given.gated, added=added, **given.options | {"residual": None})
 
@@ -200,7 +207,8 @@ class MeasuredLinear:
         return found, _Found(ways[best], in_order)
 
     def _fastest_with_adapters(self, given: _Adapted) -> Callable[[_Adapted], Tensor] | None:
-        """A streamed product with the shrink beside it, or with all adapters ahead; None where adapters after it are faster.
+        """A projection with adapters around it, or a streamed one, also with the shrink beside or all of them ahead of it; None where
+        adapters after it are faster.
 
         Measured with the adapters that there are, each for as many rows.
         """
@@ -239,14 +247,12 @@ class MeasuredLinear:
         cuts = self._fastest(x, weight, bias, {"norm": None, "gated": None, "scale": 1.0, **options}).cuts
         if cuts:
             ways["beside"] = partial(self._beside, cuts[0])
-            if describable(x):
-                for room in (0, SHRINK_SHARED):
-                    ways[f"around, streamed, {room // 1024} KiB left"] = partial(self._around_streamed, cuts[0], room)
+            ways["shrink ahead"] = partial(self._shrink_ahead, cuts[0])
         if gated is not None:  # the fastest cut of a gated product is not known
             cuts = list(self._cuts(x, weight, True).values())
         if goes_ahead(table, x.dtype):
             for cut in cuts[:2]:
-                for room in (SHRINK_SHARED, *AHEAD_SHARED):
+                for room in AHEAD_SHARED:
                     name = f"ahead, {cut.rows} rows in {cut.splits} splits, {room // 1024} KiB left"
                     ways[name] = partial(self._ahead, cut, room)
         return ways

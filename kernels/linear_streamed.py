@@ -8,8 +8,8 @@ split among several (split-K). A split costs time, as programs wait for the slow
 are no more than needed. Each program leaves its sum in memory (in fact in L2), and the last to arrive adds them up in
 order, so the result does not depend on which one was last (the order is that of Osama et al., "Stream-K", 2023).
 
-Where adapters run ahead of it (``lora_ahead``), the weight is read while they do: x was there before. The product waits for its
-turn when it has its sums, to which it adds theirs.
+Where adapters run ahead of it (``lora_ahead``), or their shrink does, the weight is read while they do: x was there before. The
+product waits for its turn when it has its sums, to which it adds theirs.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -181,6 +181,7 @@ def streamed(
     cut: of one split, if gated. arrived: int32 zeros, one for each tile of several splits; nobody else uses them meanwhile.
     beside: bytes of a multiprocessor's shared memory that are left to other kernels.
     added: [T, N], to add to the product, of gate and up before the activation: what ``lora.ahead`` made of the same x just now.
+    late: x was there before the last launch, a shrink of it, which is waited for with the sums.
     """
     late |= added is not None
     assert not late or (norm is None and describable(x)), "x was made by the last launch"

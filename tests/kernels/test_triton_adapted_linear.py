@@ -40,11 +40,18 @@ from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Norm
 from stoker.kernels.triton_ops import TRITON, measured
 
-OF_WAY = {"after": (0, False), "beside": (SHRINK_SHARED, False), "ahead": (AHEAD_SHARED[0], True)}
+OF_WAY = {
+    "after": Streamed(0),
+    "around": Streamed(0),
+    "shrink ahead": Streamed(SHRINK_SHARED, late=True),
+    "beside": Streamed(SHRINK_SHARED),
+    "ahead": Streamed(AHEAD_SHARED[0], ahead=True),
+}
 
 
-def test_a_projection_leaves_room_for_the_shrink(times: dict[str, float], products: list[Streamed]) -> None:
-    times["beside"] = 3.0
+@pytest.mark.parametrize("way", ["beside", "shrink ahead"])
+def test_a_projection_leaves_room_for_the_shrink(way: str, times: dict[str, float], products: list[Streamed]) -> None:
+    times[way] = 3.0
     half: dict[str, Any] = {"dtype": torch.float16}
     for table, given in (
         (table_of(), {}),
@@ -57,10 +64,10 @@ def test_a_projection_leaves_room_for_the_shrink(times: dict[str, float], produc
         (table_of(), half),
     ):
         run(MeasuredLinear(), table, **given)
-        assert products[-1] == (SHRINK_SHARED, False)
+        assert products[-1] == OF_WAY[way]
     products.clear()
     run(MeasuredLinear(), table_of(), tokens=4)
-    run(MeasuredLinear(), table_of(), tokens=129)
+    run(MeasuredLinear(), table_of(), tokens=600)
     run(MeasuredLinear(), LoraTable((64,), [None], NUM_SLOTS, DEVICE))
     assert not any(product.room for product in products)
 
@@ -85,7 +92,9 @@ def test_what_is_measured_with_adapters(
         ({"after": 5, "beside": 4, "ahead": 6}, 8, 9, 32),
         ({"after": 5, "beside": 4, "ahead": 6}, 3, 2, 64),
         ({"after": 5, "beside": 4, "ahead": 3}, 3, 2, 64),
+        ({"shrink ahead": 2, "after": 5, "beside": 4, "ahead": 3}, 3, 2, 64),
     ):
+        taken = {"around": 10, "shrink ahead": 11, **taken}
         times.update({few: of_few, many: of_many, "streamed": 20.0, **taken})
         linear, arguments = MeasuredLinear(), make_linear(40, 128, 304, "", torch.float32)
         table = table_of(128, ranks=FIT)
@@ -104,15 +113,32 @@ def test_what_is_measured_with_adapters(
         said = [f"{full} {taken[name]:.1f} us" for name in order for full in names.get(name, [name])]
         assert linear.chosen["48 x 128 x 304, adapters"] == " < ".join(said)
         products.clear()
-        times["beside"] = times["ahead"] = 0.0 if wanted is None else 99.0
+        times["beside"] = times["ahead"] = times["shrink ahead"] = 0.0 if wanted is None else 99.0
         call()
-        assert products == [Streamed(*OF_WAY[order[0]])]
+        assert products == [OF_WAY[order[0]]]
         table.put(0, 5, LoraWeights(randn(40, 304), randn(128, 40), 1.0))
         call()
         assert len(linear._with_adapters) == 2
         products.clear()
         call()
         assert any(product.room for product in products) == (wanted is None)
+
+
+def test_with_more_rows_than_a_product_streams_they_may_be_around_it(times: dict[str, float]) -> None:
+    """Measured, too: with and without activation and residual, also where adapters do more than add."""
+    for taken, chosen in ((2.0, True), (7.0, False)):
+        times.update({"after": 5.0, "around": taken})
+        for table, options, gated in (
+            (table_of(ranks=FIT), "r", None),
+            (table_of(64, 64), "b", "silu"),
+            (table_of(gains=(1,), shifts=(2,), biased=True), "", None),
+        ):
+            linear = MeasuredLinear()
+            run(linear, table, tokens=130, options=options, gated=gated)  # type: ignore[arg-type]
+            ((way,), (said,)) = linear._with_adapters.values(), linear.chosen.values()
+            assert (way == linear._around) == chosen
+            order = ["after 5.0 us", f"around {taken:.1f} us"]
+            assert said == " < ".join(order[:: -1 if chosen else 1])
 
 
 def test_an_adapter_with_a_gain_is_another_kind_of_table() -> None:
@@ -127,7 +153,7 @@ def test_an_adapter_with_a_gain_is_another_kind_of_table() -> None:
 
 
 @pytest.mark.parametrize("fault", ["wrong", "fails"])
-@pytest.mark.parametrize("way", ["beside", "ahead"])
+@pytest.mark.parametrize("way", ["beside", "shrink ahead", "ahead"])
 def test_one_that_is_wrong_then_is_not_used(
     way: str,
     fault: str,
@@ -135,11 +161,11 @@ def test_one_that_is_wrong_then_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def broken(*arguments: Any, beside: int = 0, added: Any = None, **options: Any) -> Tensor:
-        is_it = (beside, added is not None) == OF_WAY[way]
+    def broken(*arguments: Any, beside: int = 0, added: Any = None, late: bool = False, **options: Any) -> Tensor:
+        is_it = Streamed(beside, added is not None, late) == OF_WAY[way]
         if is_it and fault == "fails":
             raise torch.OutOfMemoryError("no memory left")
-        return streamed(*arguments, added=added, **options) + 1.0 * is_it
+        return streamed(*arguments, added=added, late=late, **options) + 1.0 * is_it
 
     monkeypatch.setattr(linear_measured, "streamed", broken)
     times[way] = 1.0
@@ -161,7 +187,7 @@ def test_nothing_is_measured_while_a_step_is_captured(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretends to be a device")
-@pytest.mark.parametrize("way", ["beside", "ahead"])
+@pytest.mark.parametrize("way", ["beside", "around", "shrink ahead", "ahead"])
 def test_an_engine_whose_products_leave_room_has_the_log_probabilities_of_peft(
     way: str, times: dict[str, float], products: list[Streamed]
 ) -> None:
@@ -182,7 +208,7 @@ def test_an_engine_whose_products_leave_room_has_the_log_probabilities_of_peft(
     with build(model, ops=replace(measured(), shared_from=None), decode_window=1, num_layers=1) as engine:
         settings = SamplingParams(seed=1, max_tokens=4, ignore_eos=True)
         batch = engine.generate_batch(prompts, settings, adapter=names)
-        assert products.count(Streamed(*OF_WAY[way])) > 4 and engine.core.runner.has_graphs
+        assert products.count(OF_WAY[way]) > 4 and engine.core.runner.has_graphs
     for output, name in zip(batch, names, strict=True):
         (c,) = output.completions
         with running(model, name):
@@ -225,7 +251,7 @@ def test_an_adapter_with_biases_comes_into_the_slot_of_one_without(times: dict[s
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", ["beside", "ahead"])
+@pytest.mark.parametrize("way", ["beside", "around", "shrink ahead", "ahead"])
 @pytest.mark.parametrize("tokens", [16, 40, 128])
 def test_what_begins_beside_the_kernel_before_sees_all_that_was_written(
     tokens: int, way: str, monkeypatch: pytest.MonkeyPatch
@@ -241,7 +267,13 @@ def test_what_begins_beside_the_kernel_before_sees_all_that_was_written(
 
     def project(cut: Cut, *given: Any, residual: Tensor | None = None) -> Tensor:
         adapted = linear_measured._Adapted(*given, {"residual": residual, "row_scales": None})
-        return linear._ahead(cut, AHEAD_SHARED[0], adapted) if way == "ahead" else linear._beside(cut, adapted)
+        ways = {
+            "ahead": partial(linear._ahead, cut, AHEAD_SHARED[0]),
+            "beside": partial(linear._beside, cut),
+            "around": linear._around,
+            "shrink ahead": partial(linear._shrink_ahead, cut),
+        }
+        return ways[way](adapted)
 
     def chain() -> Tensor:
         x, rows = start, AdapterRows(slots)

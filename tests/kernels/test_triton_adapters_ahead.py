@@ -56,7 +56,7 @@ def test_adapters_ahead_of_a_product(
     for table, given in tables[:: 1 if copied else 3]:
         linear = MeasuredLinear()
         run(linear, table, **given)
-        assert products[-1] == (AHEAD_SHARED[0], True) and not any(
+        assert products[-1] == Streamed(AHEAD_SHARED[0], ahead=True) and not any(
             counted.any() for counted in linear._arrived.values()
         )
 
