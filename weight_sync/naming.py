@@ -49,9 +49,12 @@ def _names_in(kind: type) -> tuple[str, ...]:
 _wrapped_as: Callable[[type], tuple[str, ...]] = cache(_names_in)
 
 
-def is_of_peft(kind: type) -> bool:
+def _is_of_peft(kind: type) -> bool:
     """Whether PEFT made the class, or what it derives from: FSDP2 puts a class of its own in front."""
     return any(base.__module__.partition(".")[0] == "peft" for base in kind.__mro__)
+
+
+is_of_peft: Callable[[type], bool] = cache(_is_of_peft)  # as for ``_wrapped_as``
 
 
 def walk(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
