@@ -121,7 +121,7 @@ class MeasuredLinear:
         """
         given = _Adapted(x, weight, bias, table, rows, gated, {"residual": residual, "row_scales": row_scales})
         way: Callable[[_Adapted], Tensor] = partial(self._after, in_place=in_place)
-        if x.shape[0] <= _MOST_ADAPTED and self._has_ways(x[:MOST_ROWS], weight, residual):
+        if x.shape[0] <= _MOST_ADAPTED and self._has_ways(x, weight, residual, _MOST_ADAPTED):
             way = self._fastest_with_adapters(given) or way
         return way(given)
 
@@ -160,11 +160,11 @@ class MeasuredLinear:
         return streamed(given.x, given.weight, given.bias, cut=cut, **settings, **options)
 
     @staticmethod
-    def _has_ways(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
+    def _has_ways(x: Tensor, weight: Tensor, residual: Tensor | None, most: int = MOST_ROWS) -> bool:
         """Whether there is a choice. For fp8 weights there is one up to more rows, as torch has to make a copy of them first."""
         narrow = weight.dtype == FP8
         return (
-            FEWEST_FOR_TORCH <= x.shape[0] <= (_MOST_OF_FP8 if narrow else MOST_ROWS)
+            FEWEST_FOR_TORCH <= x.shape[0] <= (_MOST_OF_FP8 if narrow else most)
             and x.dtype in _ERROR
             and (narrow or (weight.dtype == x.dtype and weight.nbytes >= _LEAST_BYTES))
             and all(t is None or t.stride(1) == 1 for t in (x, weight, residual))
