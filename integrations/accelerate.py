@@ -46,7 +46,8 @@ class AcceleratedEngine:
     """A ``RolloutEngine`` that follows the steps, processes and trackers of an ``Accelerator``.
 
     model: the model, best as ``accelerator.prepare`` returned it. config: the engine's settings; the process index is
-    added to its seed, so that processes that share a prompt sample differently. sleep: give the KV cache's memory back
+    added to its seed, so that processes that share a prompt sample differently. (Those that compute one batch together, by
+    tensor or context parallelism, count as one and sample the same.) sleep: give the KV cache's memory back
     after every rollout, for backward and optimizer step, and take it again for the next; copies of weights that the engine
     has leave the device, too. Where that is not possible, because other requests are under way, a warning says so.
 
@@ -75,7 +76,7 @@ class AcceleratedEngine:
             )
         check_config(config)
         config = config or EngineConfig()
-        config = replace(config, seed=config.seed + accelerator.process_index)
+        config = replace(config, seed=config.seed + _share(accelerator))
         config = as_the_forward(config, accelerator, {p.dtype for p in model.parameters()})
         engine = _FollowedEngine(model, config=config, tokenizer=tokenizer)
         engine.taken = weakref.WeakMethod(self._weights_taken)
@@ -181,6 +182,14 @@ class _FollowedEngine(RolloutEngine):
             if (taken := self.taken()) is not None:
                 taken()
             return version
+
+
+def _share(accelerator: Accelerator) -> int:
+    """The number of the process's share of the data, as accelerate's loaders hand it out."""
+    parallel = accelerator.parallelism_config
+    together = 1 if parallel is None else parallel.tp_size * parallel.cp_size
+    share: int = accelerator.process_index // together
+    return share
 
 
 def _deepspeed_engine(accelerator: Any, model: nn.Module) -> Any:

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import zero
-from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig, PartialState
 from accelerate.utils import DeepSpeedPlugin
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
@@ -162,6 +162,30 @@ def follow_ddp(rank: int) -> dict[str, Any]:
             "difference": worst_difference(whole(model), batch),
             "moved": worst_difference(whole(model), first),
             "weights": {name: tensor.numpy() for name, tensor in inner.state_dict().items()},
+        }
+
+
+def share_a_batch(rank: int, folder: str) -> dict[str, Any]:
+    """Two ranks that compute each batch together, by tensor parallelism: accelerate's loader gives both of them the same one."""
+    launched()
+    with mock.patch.object(ParallelismConfig, "_validate_accelerator"):  # which knows accelerators only
+        accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+    model = make_model()
+    if rank == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    model = type(model).from_pretrained(folder, tp_plan="auto", device_mesh=accelerator.torch_device_mesh["tp"])
+    model, loader = accelerator.prepare(
+        model, torch.utils.data.DataLoader(torch.arange(3, 11).view(4, 2), batch_size=2)
+    )
+    (first, _) = loader
+    with AcceleratedEngine(accelerator, model, config=EngineConfig(seed=5)) as engine:
+        batch = engine.generate_batch(first.tolist(), PARAMS)
+        return {
+            "source": engine.engine._binding.source.kind,
+            "prompts": first.tolist(),
+            "sampled": [c.token_ids for output in batch for c in output.completions],
+            "difference": worst_difference(make_model(), batch),
         }
 
 

@@ -375,3 +375,9 @@ def test_two_processes() -> None:
     for one in (first, second):
         assert one["version"] == 1 and one["difference"] < LOGPROB_TOLERANCE < one["moved"]
     assert all((array == second["weights"][name]).all() for name, array in first["weights"].items())
+
+
+def test_processes_that_compute_a_batch_together_sample_the_same(tmp_path: Path) -> None:
+    first, second = ranks.run(accelerated.share_a_batch, 2, str(tmp_path))
+    assert first == second, "or the layers' parts would be computed on different tokens"
+    assert first["source"] == "mirror" and first["difference"] < LOGPROB_TOLERANCE
