@@ -31,6 +31,7 @@ from stoker.kernels import (
     linear_invariant,
     linear_streamed,
     lora,
+    lora_tiles,
     moe,
     norm_rotary,
     recurrent,
@@ -368,6 +369,7 @@ if __name__ == "__main__":
         moe,
         routing,
         lora,
+        lora_tiles,
     ]
     of_layers += [causal_conv, gates, recurrent, recurrent_chunks]
     for module in of_layers:
