@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases_attention import NARROW, PLAIN, Paged, Row, options_of
 from early_starts import Found, early_starts
+from lora_oracle import make_table
 from torch import Tensor
 
 if torch.cuda.is_available():
@@ -19,7 +20,9 @@ import triton.language as tl
 from stoker.kernels import launch
 from stoker.kernels.attention import attend
 from stoker.kernels.launch import await_turn
+from stoker.kernels.lora import shrink
 from stoker.kernels.reference.attention_plan import Visibility
+from stoker.kernels.reference.lora import AdapterRows
 from stoker.kernels.triton_ops import TRITON
 
 CPU = torch.device("cpu")
@@ -157,3 +160,22 @@ def test_attention_fetches_first_keys_by_lists_that_were_not_just_written(featur
         assert sum(not places.isdisjoint(each) for each in of_rows) >= 3
     plan.next_step()
     assert feature is PLAIN or not fetched()
+
+
+@pytest.mark.parametrize(("depth", "columns"), [(304, False), (4200, False), (304, True)])
+def test_a_shrink_fetches_the_matrices_of_its_tokens_and_nothing_else(depth: int, columns: bool) -> None:
+    """All of these, each program its part; none where tiles were just made, nor of matrices that lie in columns."""
+    table = make_table([64], depth, {1: 4, 2: 40, 3: 16}, torch.float32, columns=columns)
+    assert table.pointers is not None  # sent before
+    x, rows = torch.zeros(20, depth), AdapterRows(torch.arange(20) % 2 * 2 + 1)
+    used = {slot: table.weights[0][slot].a for slot in (1, 3)}
+    for fresh in (True, False):
+        with early_starts() as found:
+            shrink(x, table, rows)
+        assert not found.faults
+        lines = set()
+        for address in found.fetched.get("shrink_kernel", ()):
+            slot = next(n for n, a in used.items() if 0 <= address - a.data_ptr() < a.nbytes)
+            lines.add((slot, int(address - used[slot].data_ptr()) // 128))
+        every = {(n, line) for n, a in used.items() for line in range(-(-a.nbytes // 128))}
+        assert lines == (set() if fresh or columns else every)
