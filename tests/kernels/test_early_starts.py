@@ -20,7 +20,7 @@ import triton.language as tl
 from stoker.kernels import launch
 from stoker.kernels.attention import attend
 from stoker.kernels.launch import await_turn
-from stoker.kernels.lora import shrink
+from stoker.kernels.lora import lora, shrink
 from stoker.kernels.reference.attention_plan import Visibility
 from stoker.kernels.reference.lora import AdapterRows
 from stoker.kernels.triton_ops import TRITON
@@ -179,3 +179,15 @@ def test_a_shrink_fetches_the_matrices_of_its_tokens_and_nothing_else(depth: int
             lines.add((slot, int(address - used[slot].data_ptr()) // 128))
         every = {(n, line) for n, a in used.items() for line in range(-(-a.nbytes // 128))}
         assert lines == (set() if fresh or columns else every)
+
+
+def test_an_expand_beside_two_kernels_reads_no_tiles_that_were_just_made() -> None:
+    """Those of a gated projection are its own, where the shrink's are an earlier one's, and the shrink lets the expand up at once."""
+    table = make_table([64, 64], 304, {1: 4, 2: 40, 3: 16}, torch.float32)
+    assert table.pointers is not None  # sent before
+    x, out, rows = torch.zeros(20, 304), torch.zeros(20, 128), AdapterRows(torch.arange(20) % 4)
+    shrink(x, table, rows)
+    for early in (0, 1):
+        with early_starts() as found:
+            lora(x, out, table, rows, "silu", settled=True)
+        assert not found.faults and found.early.get("shrink_kernel", 0) == early
