@@ -35,7 +35,7 @@ from stoker.kernels import linear_measured
 from stoker.kernels.linear_cuts import Cut
 from stoker.kernels.linear_measured import MeasuredLinear
 from stoker.kernels.linear_streamed import streamed
-from stoker.kernels.lora import AHEAD_SHARED, SHRINK_SHARED, lora
+from stoker.kernels.lora import AHEAD_SHARED, SHRINK_SHARED, lora, shrink
 from stoker.kernels.reference.adapter_weights import LoraWeights
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Norm
@@ -166,6 +166,15 @@ def test_the_sum_takes_the_residuals_place(
         assert found.data_ptr() == residual.data_ptr()
         assert list(linear.chosen.values())[-1].startswith(f"{way} 1.0 us")
     assert "wrong" not in caplog.text
+
+
+def test_what_was_shrunk_before_is_not_shrunk_again() -> None:
+    table, x, out = table_of(64, 64), randn(20, 304), randn(20, 128)
+    rows, acts = AdapterRows(torch.arange(20, device=DEVICE) % (NUM_SLOTS + 1)), (None, "silu")
+    for act in acts:
+        nothing = shrink(x, table, rows, act).zero_()
+        found = lora(x, out.clone(), table, rows, act, shrunk=nothing)
+        torch.testing.assert_close(found, out if act is None else TRITON.act_mul(out, act))
 
 
 def test_an_adapter_with_a_gain_is_another_kind_of_table() -> None:
