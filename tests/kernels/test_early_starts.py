@@ -20,6 +20,8 @@ import triton.language as tl
 from stoker.kernels import launch
 from stoker.kernels.attention import attend
 from stoker.kernels.launch import await_turn
+from stoker.kernels.linear_cuts import Cut
+from stoker.kernels.linear_streamed import streamed
 from stoker.kernels.lora import lora, shrink
 from stoker.kernels.reference.attention_plan import Visibility
 from stoker.kernels.reference.lora import AdapterRows
@@ -191,3 +193,18 @@ def test_an_expand_beside_two_kernels_reads_no_tiles_that_were_just_made() -> No
         with early_starts() as found:
             lora(x, out, table, rows, "silu", settled=True)
         assert not found.faults and found.early.get("shrink_kernel", 0) == early
+
+
+def test_a_product_reads_x_before_its_turn_only_where_it_waits_late() -> None:
+    x, weight, arrived = torch.zeros(20, 304), torch.zeros(64, 304), torch.zeros(3, dtype=torch.int32)
+    given: dict[str, Any] = {
+        "norm": None,
+        "gated": None,
+        "residual": torch.zeros(20, 64),
+        "scale": 1.0,
+        "arrived": arrived,
+    }
+    for late in (False, True):
+        with early_starts() as found:
+            streamed(x, weight, None, cut=Cut(32, 1, 1), late=late, **given)
+        assert not found.faults and found.early.get("_streamed_kernel", 0) == late
