@@ -50,7 +50,7 @@ class _Found(NamedTuple):
 
 
 class _Adapted(NamedTuple):
-    """A projection that adapters follow. options: residual and row_scales, of the projection."""
+    """A projection that adapters follow. options: residual and row_scales, of the projection. in_place: it may write to the residual."""
 
     x: Tensor
     weight: Tensor
@@ -59,6 +59,7 @@ class _Adapted(NamedTuple):
     rows: AdapterRows
     gated: Activation | None
     options: dict[str, Any]
+    in_place: bool = False
 
 
 def _described(given: _Adapted) -> _Adapted:
@@ -119,19 +120,20 @@ class MeasuredLinear:
         Adapters run after the projection, or around it, their shrink before and their expand after it; or the shrink runs beside a
         streamed product, or all of them ahead of one.
         """
-        given = _Adapted(x, weight, bias, table, rows, gated, {"residual": residual, "row_scales": row_scales})
-        way: Callable[[_Adapted], Tensor] = partial(self._after, in_place=in_place)
+        options = {"residual": residual, "row_scales": row_scales}
+        given = _Adapted(x, weight, bias, table, rows, gated, options, in_place)
+        way: Callable[[_Adapted], Tensor] = self._after
         if x.shape[0] <= _MOST_ADAPTED and self._has_ways(x, weight, residual, _MOST_ADAPTED):
             way = self._fastest_with_adapters(given) or way
         return way(given)
 
-    def _after(self, given: _Adapted, **options: Any) -> Tensor:
-        out = self(given.x, given.weight, given.bias, **given.options | options)
+    def _after(self, given: _Adapted) -> Tensor:
+        out = self(given.x, given.weight, given.bias, in_place=given.in_place, **given.options)
         return lora(given.x, out, given.table, given.rows, given.gated, settled=True)
 
-    def _around(self, given: _Adapted, **options: Any) -> Tensor:
+    def _around(self, given: _Adapted) -> Tensor:
         hidden = shrink(given.x, given.table, given.rows, given.gated)
-        out = self(given.x, given.weight, given.bias, **given.options | options)
+        out = self(given.x, given.weight, given.bias, in_place=given.in_place, **given.options)
         return lora(given.x, out, given.table, given.rows, given.gated, shrunk=hidden)
 
     def _shrink_ahead(self, cut: Cut, given: _Adapted) -> Tensor:
@@ -196,9 +198,10 @@ class MeasuredLinear:
             ways |= self._others(x, cuts)
             calls = {name: partial(way, x, weight, bias, **options) for name, way in ways.items()}
             expected = calls["torch"]()
+            timed = {}
             if options["residual"] is not None:  # the sum mostly takes its place, which saves a copy
-                calls["torch"] = partial(calls["torch"], residual=options["residual"].clone(), in_place=True)
-            order, found = by_time(calls, "torch", expected, weight)
+                timed["torch"] = partial(calls["torch"], residual=options["residual"].clone(), in_place=True)
+            order, found = by_time(calls, "torch", expected, weight, timed)
             best, in_order = order[0], [cuts[name] for name in order if name in cuts]
         except Exception as error:  # whatever the compiler, the driver or the allocator says
             size = list(weight.shape)
@@ -212,7 +215,7 @@ class MeasuredLinear:
 
         Measured with the adapters that there are, each for as many rows.
         """
-        x, weight, bias, table, rows, gated, options = given
+        x, weight, bias, table, rows, gated, options, _ = given
         key, name = self._what(x, weight, bias, options | {"gated": gated})
         key = *key, *table.widths, table.traits
         if key in self._with_adapters:
@@ -221,17 +224,18 @@ class MeasuredLinear:
             return None
         slots = torch.tensor(sorted(set().union(*table.weights)), device=x.device)
         of_all = AdapterRows(slots[torch.arange(len(rows.slots), device=x.device) % len(slots)])
-        given = given._replace(rows=of_all)
+        given = given._replace(rows=of_all, in_place=False)
         ways: dict[str, Callable[[_Adapted], Tensor]] = {"after": self._after, "around": self._around}
         order = ["after"]
         try:
             ways |= self._ways_with_adapters(given)
             calls = {name: partial(way, given) for name, way in ways.items()}
             expected = calls["after"]()
+            timed = {}
             if (residual := options["residual"]) is not None:  # as in ``_measured``
-                for name in ("after", "around"):
-                    calls[name] = partial(calls[name], residual=residual.clone(), in_place=True)
-            order, self.chosen[f"{name}, adapters"] = by_time(calls, "after", expected, weight)
+                again = given._replace(options=options | {"residual": residual.clone()}, in_place=True)
+                timed = {way: partial(ways[way], again) for way in ("after", "around")}
+            order, self.chosen[f"{name}, adapters"] = by_time(calls, "after", expected, weight, timed)
         except Exception as error:
             size = list(weight.shape)
             _log.warning("%s rows of %s are not measured with adapters: %s", x.shape[0], size, error)
@@ -240,7 +244,7 @@ class MeasuredLinear:
 
     def _ways_with_adapters(self, given: _Adapted) -> dict[str, Callable[[_Adapted], Tensor]]:
         """The ways that stream the weight, by name."""
-        x, weight, bias, table, _, gated, options = given
+        x, weight, bias, table, _, gated, options, _ = given
         ways: dict[str, Callable[[_Adapted], Tensor]] = {}
         if x.shape[0] > MOST_ROWS:
             return ways
@@ -288,11 +292,16 @@ class MeasuredLinear:
 
 
 def by_time(
-    calls: Mapping[str, Callable[[], Tensor]], first: str, expected: Tensor, weight: Tensor
+    calls: Mapping[str, Callable[[], Tensor]],
+    first: str,
+    expected: Tensor,
+    weight: Tensor,
+    timed: Mapping[str, Callable[[], Tensor]],
 ) -> tuple[list[str], str]:
     """The names of all ways whose result is right, the fastest first, and a text with their times.
 
-    first: the way that is right by definition. expected: its result.
+    first: the way that is right by definition. expected: its result. timed: calls of some ways that are timed in place of theirs,
+    as only the first one's result is right: they write to what they read.
     """
     rows, dtype, expected = expected.shape[0], expected.dtype, expected.float()
     if not expected.isfinite().all():
@@ -301,7 +310,7 @@ def by_time(
     if weight.device.type == "cuda":  # an interpreter runs one at a time
         run_at_once([call for name, call in calls.items() if name != first], weight.device)
     right = {
-        name: call
+        name: timed.get(name, call)
         for name, call in calls.items()
         if name == first or bool((call().float() - expected).abs().max() <= most)
     }

@@ -185,7 +185,7 @@ def streamed(
     """
     late |= added is not None
     assert not late or (norm is None and describable(x)), "x was made by the last launch"
-    assert added is None or residual is None
+    assert not (late and gated) if added is None else residual is None
     if norm is not None:  # for every tile again it would be more work than the product
         x = rms_norm(x, *norm)
     if not describable(x):

@@ -7,7 +7,7 @@
   work. Its kernels: ``attention_decode``, ``attention_prefill``, ``attention_tiles``, ``attention_write``. Before it:
   ``latent_attention``, ``norm_rotary``.
 - Projections: ``linear``, ``linear_measured``, ``linear_streamed`` with ``linear_cuts``, ``linear_invariant``; ``fp8``; ``lora``,
-  ``lora_shrink``, ``lora_expand``, ``lora_ahead``.
+  ``lora_tiles``, ``lora_shrink``, ``lora_expand``, ``lora_ahead``.
 - Experts: ``routing``, ``moe``, ``grouping``. Recurrences: ``recurrent``, ``recurrent_chunks``, ``causal_conv``, ``gates``.
 - Sampling: ``sampling``, ``adjustments``, ``truncation``, ``constraints``, ``decode_window``.
 - Weights: ``checksum``, ``copies``. How any kernel is launched: ``launch``.

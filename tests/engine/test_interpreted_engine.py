@@ -16,9 +16,9 @@ from tokenizer_kinds import tokenizer
 from torch import Tensor
 
 from stoker.engine.device import CpuRuntime
-from stoker.kernels import lora
+from stoker.kernels import lora_tiles
 from stoker.kernels.errors import InvalidConfigError, UnsupportedModelError
-from stoker.kernels.lora import tiles_by_slot
+from stoker.kernels.lora_tiles import tiles_by_slot
 from stoker.kernels.ops import CPU, REFERENCE, Ops, ops_for
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, binding
@@ -237,7 +237,7 @@ def test_a_replayed_step_puts_its_own_tokens_in_tiles_of_their_adapters() -> Non
     found = []
     for ops, runtime in ((REFERENCE, CpuRuntime), (replace(STATIC, lora=TRITON.lora), PretendDevice)):
         with build(ops=ops, runtime=runtime, decode_window=1) as engine, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lora, "tiles_by_slot", by_slot)
+            patch.setattr(lora_tiles, "tiles_by_slot", by_slot)
             for name, model in sources.items():
                 engine.load_adapter(name, (state_dict(model), model.peft_config["default"]))
             params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)

@@ -14,7 +14,18 @@ from compile_attention import GPUS, Recorder, as_on, build, launches
 from compile_attention import launch as attend
 from compile_layers import launch_ahead
 
-from stoker.kernels import attention, attention_plan, grouping, launch, linear, linear_cuts, linear_streamed, lora, moe
+from stoker.kernels import (
+    attention,
+    attention_plan,
+    grouping,
+    launch,
+    linear,
+    linear_cuts,
+    linear_streamed,
+    lora,
+    lora_tiles,
+    moe,
+)
 from stoker.kernels.reference.fp8 import FP8
 from stoker.kernels.reference.moe import Gate
 from stoker.kernels.reference.norm_rotary import Norm
@@ -58,7 +69,7 @@ def mix(tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    for module in (attention, attention_plan, grouping, linear, linear_streamed, lora, moe):
+    for module in (attention, attention_plan, grouping, linear, linear_streamed, lora, lora_tiles, moe):
         for name in [n for n in vars(module) if n.endswith("_kernel")]:
             setattr(module, name, Recorder(getattr(module, name)))
     gemma3, gemma4 = ((8, 4, 256, 256), (8, 1, 512, 512))  # the latter's layers that see everything

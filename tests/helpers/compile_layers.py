@@ -31,6 +31,7 @@ from stoker.kernels import (
     linear_invariant,
     linear_streamed,
     lora,
+    lora_tiles,
     moe,
     norm_rotary,
     recurrent,
@@ -280,6 +281,8 @@ def launch_adapters() -> None:
     launch_ahead(128, 2048, 512, 512, depth=2048, cuts=[few, half._replace(splits=2)])
     launch_ahead(128, 2048, depth=8192, cuts=[two], residual=True)
     launch_ahead(128, 8192, 8192, depth=2048, cuts=[half], dtype=torch.float32)
+    launch_ahead(16, 2048, 512, 512, depth=2048, cuts=[half], shrinks=True)
+    launch_ahead(128, 2048, depth=8192, cuts=[two], residual=True, rank=32, dtype=torch.float32, shrinks=True)
     lora.Tiles.of = of  # type: ignore[method-assign]
 
 
@@ -291,8 +294,9 @@ def launch_ahead(
     dtype: torch.dtype = torch.bfloat16,
     residual: bool = False,
     rank: int = 16,
+    shrinks: bool = False,
 ) -> None:
-    """Sixteen adapters ahead of the products of a model of a billion parameters, of a gate and its up if there are two widths."""
+    """Sixteen adapters, or just their shrink, ahead of products of a model of a billion parameters, of gate and up if of two widths."""
     table = LoraTable(widths, [None] * len(widths), 16, torch.device("cpu"))
     for slot in range(1, 17):
         for index, width in enumerate(widths):
@@ -301,9 +305,14 @@ def launch_ahead(
     x, weight, arrived = zeros(tokens, depth), zeros(sum(widths), depth), torch.zeros(1024, dtype=torch.int32)
     rows, gated = AdapterRows(torch.zeros(tokens, dtype=torch.long)), "silu" if len(widths) == 2 else None
     settings = {"norm": None, "gated": gated, "residual": None, "scale": 1.0, "beside": lora.AHEAD_SHARED[0]}
+    onto = zeros(tokens, sum(widths)) if residual else None
     for cut in cuts:
-        added = lora.ahead(x, zeros(tokens, sum(widths)) if residual else None, table, rows)
-        linear_streamed.streamed(x, weight, None, cut=cut, arrived=arrived, added=added, **settings)
+        if shrinks:
+            lora.lora(x, zeros(tokens, sum(widths)), table, rows, shrunk=lora.shrink(x, table, rows))
+            settings |= {"beside": lora.SHRINK_SHARED, "residual": onto, "late": True}
+        else:
+            settings["added"] = lora.ahead(x, onto, table, rows)
+        linear_streamed.streamed(x, weight, None, cut=cut, arrived=arrived, **settings)
 
 
 def launch_recurrent() -> None:
@@ -368,6 +377,7 @@ if __name__ == "__main__":
         moe,
         routing,
         lora,
+        lora_tiles,
     ]
     of_layers += [causal_conv, gates, recurrent, recurrent_chunks]
     for module in of_layers:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases_attention import NARROW, PLAIN, Paged, Row, options_of
 from early_starts import Found, early_starts
+from lora_oracle import make_table
 from torch import Tensor
 
 if torch.cuda.is_available():
@@ -19,7 +20,11 @@ import triton.language as tl
 from stoker.kernels import launch
 from stoker.kernels.attention import attend
 from stoker.kernels.launch import await_turn
+from stoker.kernels.linear_cuts import Cut
+from stoker.kernels.linear_streamed import streamed
+from stoker.kernels.lora import lora, shrink
 from stoker.kernels.reference.attention_plan import Visibility
+from stoker.kernels.reference.lora import AdapterRows
 from stoker.kernels.triton_ops import TRITON
 
 CPU = torch.device("cpu")
@@ -157,3 +162,49 @@ def test_attention_fetches_first_keys_by_lists_that_were_not_just_written(featur
         assert sum(not places.isdisjoint(each) for each in of_rows) >= 3
     plan.next_step()
     assert feature is PLAIN or not fetched()
+
+
+@pytest.mark.parametrize(("depth", "columns"), [(304, False), (4200, False), (304, True)])
+def test_a_shrink_fetches_the_matrices_of_its_tokens_and_nothing_else(depth: int, columns: bool) -> None:
+    """All of these, each program its part; none where tiles were just made, nor of matrices that lie in columns."""
+    table = make_table([64], depth, {1: 4, 2: 40, 3: 16}, torch.float32, columns=columns)
+    assert table.pointers is not None  # sent before
+    x, rows = torch.zeros(20, depth), AdapterRows(torch.arange(20) % 2 * 2 + 1)
+    used = {slot: table.weights[0][slot].a for slot in (1, 3)}
+    for fresh in (True, False):
+        with early_starts() as found:
+            shrink(x, table, rows)
+        assert not found.faults
+        lines = set()
+        for address in found.fetched.get("shrink_kernel", ()):
+            slot = next(n for n, a in used.items() if 0 <= address - a.data_ptr() < a.nbytes)
+            lines.add((slot, int(address - used[slot].data_ptr()) // 128))
+        every = {(n, line) for n, a in used.items() for line in range(-(-a.nbytes // 128))}
+        assert lines == (set() if fresh or columns else every)
+
+
+def test_an_expand_beside_two_kernels_reads_no_tiles_that_were_just_made() -> None:
+    """Those of a gated projection are its own, where the shrink's are an earlier one's, and the shrink lets the expand up at once."""
+    table = make_table([64, 64], 304, {1: 4, 2: 40, 3: 16}, torch.float32)
+    assert table.pointers is not None  # sent before
+    x, out, rows = torch.zeros(20, 304), torch.zeros(20, 128), AdapterRows(torch.arange(20) % 4)
+    shrink(x, table, rows)
+    for early in (0, 1):
+        with early_starts() as found:
+            lora(x, out, table, rows, "silu", settled=True)
+        assert not found.faults and found.early.get("shrink_kernel", 0) == early
+
+
+def test_a_product_reads_x_before_its_turn_only_where_it_waits_late() -> None:
+    x, weight, arrived = torch.zeros(20, 304), torch.zeros(64, 304), torch.zeros(3, dtype=torch.int32)
+    given: dict[str, Any] = {
+        "norm": None,
+        "gated": None,
+        "residual": torch.zeros(20, 64),
+        "scale": 1.0,
+        "arrived": arrived,
+    }
+    for late in (False, True):
+        with early_starts() as found:
+            streamed(x, weight, None, cut=Cut(32, 1, 1), late=late, **given)
+        assert not found.faults and found.early.get("_streamed_kernel", 0) == late

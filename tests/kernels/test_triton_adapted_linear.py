@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,7 +35,7 @@ from stoker.kernels import linear_measured
 from stoker.kernels.linear_cuts import Cut
 from stoker.kernels.linear_measured import MeasuredLinear
 from stoker.kernels.linear_streamed import streamed
-from stoker.kernels.lora import AHEAD_SHARED, SHRINK_SHARED, lora
+from stoker.kernels.lora import AHEAD_SHARED, SHRINK_SHARED, lora, shrink
 from stoker.kernels.reference.adapter_weights import LoraWeights
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Norm
@@ -139,6 +140,41 @@ def test_with_more_rows_than_a_product_streams_they_may_be_around_it(times: dict
             assert (way == linear._around) == chosen
             order = ["after 5.0 us", f"around {taken:.1f} us"]
             assert said == " < ".join(order[:: -1 if chosen else 1])
+
+
+@pytest.mark.parametrize("way", ["after", "around"])
+def test_the_sum_takes_the_residuals_place(
+    way: str, times: dict[str, float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once measured, of which a residual is not the place; also where each way has run before, as on a device that compiles them."""
+
+    def by_time(calls: Mapping[str, Callable[[], Tensor]], *more: Any) -> tuple[list[str], str]:
+        for call in calls.values():
+            call()
+        return linear_measured_by_time(calls, *more)
+
+    linear_measured_by_time = linear_measured.by_time
+    monkeypatch.setattr(linear_measured, "by_time", by_time)
+    times[way] = 1.0
+    for tokens in (20, 130):
+        linear, table, arguments = MeasuredLinear(), table_of(), make_linear(tokens, 64, 304, "r", torch.float32)
+        slots, residual = torch.arange(tokens, device=DEVICE) % (NUM_SLOTS + 1), arguments["residual"]
+        wanted = expected(arguments, table, slots)
+        given = arguments["x"], arguments["weight"], None, table, AdapterRows(slots)
+        found = linear.adapted(*given, residual=residual, in_place=True)
+        assert_close(found, wanted, torch.float32)
+        assert found.data_ptr() == residual.data_ptr()
+        assert list(linear.chosen.values())[-1].startswith(f"{way} 1.0 us")
+    assert "wrong" not in caplog.text
+
+
+def test_what_was_shrunk_before_is_not_shrunk_again() -> None:
+    table, x, out = table_of(64, 64), randn(20, 304), randn(20, 128)
+    rows, acts = AdapterRows(torch.arange(20, device=DEVICE) % (NUM_SLOTS + 1)), (None, "silu")
+    for act in acts:
+        nothing = shrink(x, table, rows, act).zero_()
+        found = lora(x, out.clone(), table, rows, act, shrunk=nothing)
+        torch.testing.assert_close(found, out if act is None else TRITON.act_mul(out, act))
 
 
 def test_an_adapter_with_a_gain_is_another_kind_of_table() -> None:
