@@ -23,7 +23,7 @@ from stoker.kernels.linear import FEWEST_FOR_TORCH, MOST_SKINNY, skinny
 from stoker.kernels.linear import linear as by_torch
 from stoker.kernels.linear_cuts import MOST_ROWS, Cut, cuts_to_try
 from stoker.kernels.linear_invariant import linear as in_tiles
-from stoker.kernels.linear_streamed import describable, streamed
+from stoker.kernels.linear_streamed import describable, streamed, sums_of_splits
 from stoker.kernels.lora import AHEAD_SHARED, SHRINK_SHARED, ahead, lora, shrink
 from stoker.kernels.lora_ahead import goes_ahead
 from stoker.kernels.norm_rotary import rms_norm
@@ -138,8 +138,9 @@ class MeasuredLinear:
 
     def _shrink_ahead(self, cut: Cut, given: _Adapted) -> Tensor:
         given = _described(given)
+        sums = sums_of_splits(given.x, given.weight, cut, gated=False, beside=SHRINK_SHARED)
         hidden = shrink(given.x, given.table, given.rows, given.gated)
-        out = self._streamed(cut, SHRINK_SHARED, given, gated=None, late=True, **given.options)
+        out = self._streamed(cut, SHRINK_SHARED, given, gated=None, late=True, sums=sums, **given.options)
         return lora(given.x, out, given.table, given.rows, given.gated, shrunk=hidden)
 
     def _beside(self, cut: Cut, given: _Adapted) -> Tensor:
@@ -148,8 +149,10 @@ class MeasuredLinear:
 
     def _ahead(self, cut: Cut, room: int, given: _Adapted) -> Tensor:
         given = _described(given)
+        sums = sums_of_splits(given.x, given.weight, cut, gated=given.gated is not None, beside=room)
         added = ahead(given.x, given.options["residual"], given.table, given.rows)
-        return self._streamed(cut, room, given, gated=given.gated, added=added, **given.options | {"residual": None})
+        options = given.options | {"residual": None}
+        return self._streamed(cut, room, given, gated=given.gated, added=added, sums=sums, **options)
 
     def _streamed(self, cut: Cut, room: int, given: _Adapted, **options: Any) -> Tensor:
         """A streamed product that leaves so many bytes of a multiprocessor's shared memory to adapters."""

@@ -90,7 +90,8 @@ def _streamed_kernel(
     AHEAD: how much of the split's depth is on its way to L2 before the kernel's turn comes.
     partial: fp32 [tile, split, M * N], where each of several splits leaves its sums.
     arrived: int32, how many splits of a tile are there; 0 before and after.
-    LATE: it waits for its turn when it has its sums. The residual is then ``lora.ahead``'s, if GATED for gate and up.
+    LATE: it waits for its turn when it has the sums of all splits, and of each tile only the last program does. The residual is
+    then ``lora.ahead``'s, if GATED for gate and up.
     """
     full_width = width if GATED is None else 2 * width
     if not COPIED:
@@ -118,8 +119,6 @@ def _streamed_kernel(
         total = plus_product(total, some, as_dtype(weight.load([first, at]), some.dtype), LEFT)
         if GATED is not None:
             up = plus_product(up, some, as_dtype(weight.load([width + first, at]), some.dtype), LEFT)
-    if LATE:
-        await_turn(DEPENDENT)
     if LEFT:
         total = tl.trans(total)
         up = tl.trans(up)
@@ -144,6 +143,8 @@ def _streamed_kernel(
         total = with_scales_and_bias(total, columns, real, bias_ptr, row_scales_ptr, BIAS, SCALED)
         if GATED is not None:
             up = with_scales_and_bias(up, width + columns, real, bias_ptr, row_scales_ptr, BIAS, SCALED)
+        if LATE:
+            await_turn(DEPENDENT)
         if LATE and GATED is not None:
             added_ptr = residual_ptr + rows[:, None] * residual_stride + columns[None, :]
             known = (rows < tokens)[:, None] & real[None, :]
@@ -158,6 +159,14 @@ def describable(matrix: Tensor) -> bool:
     """Whether the chip can read tiles of a matrix by itself: each row is contiguous, in whole pieces of 16 bytes."""
     bytes_ = matrix.data_ptr() | matrix.itemsize * matrix.stride(0) | matrix.itemsize * matrix.shape[1]
     return matrix.stride(1) == 1 and bytes_ % 16 == 0
+
+
+def sums_of_splits(x: Tensor, weight: Tensor, cut: Cut, *, gated: bool, beside: int) -> Tensor | None:
+    """Memory for ``streamed``, where several programs share the depth of a tile: fp32. x: [T, D]; weight: [N, D]."""
+    block_m, _, _, tiles, splits, _, _ = settings_of(x, weight, gated, cut, beside)
+    if splits == 1:
+        return None
+    return torch.empty(tiles * splits * block_m * cut.rows, dtype=torch.float32, device=x.device)
 
 
 def streamed(
@@ -175,6 +184,7 @@ def streamed(
     beside: int = 0,
     added: Tensor | None = None,
     late: bool = False,
+    sums: Tensor | None = None,
 ) -> Tensor:
     """As the reference's ``linear``. x: [T, D], T up to ``MOST_ROWS``; weight: [N, D], ``describable``.
 
@@ -182,6 +192,7 @@ def streamed(
     beside: bytes of a multiprocessor's shared memory that are left to other kernels.
     added: [T, N], to add to the product, of gate and up before the activation: what ``lora.ahead`` made of the same x just now.
     late: x was there before the last launch, a shrink of it, which is waited for with the sums.
+    sums: what ``sums_of_splits`` gave before that launch; needed if late, or with ``added``.
     """
     late |= added is not None
     assert not late or (norm is None and describable(x)), "x was made by the last launch"
@@ -196,8 +207,9 @@ def streamed(
     weight_rows = cut.rows if gated is None else 2 * cut.rows
     block_m, block_k, stages, tiles, splits, split_depth, ahead = settings_of(x, weight, gated is not None, cut, beside)
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
-    sums = tiles * splits * block_m * cut.rows
-    partial = torch.empty(sums, dtype=torch.float32, device=x.device) if splits > 1 else out
+    if sums is None:
+        assert not late or splits == 1, "what is allocated now may still be read by the launches that it does not wait for"
+        sums = sums_of_splits(x, weight, cut, gated=gated is not None, beside=beside)
     copied = launch.copies_tiles(x.device)
     residual = residual if added is None else added
     _streamed_kernel[splits, tiles](
@@ -208,7 +220,7 @@ def streamed(
         x if residual is None else residual,
         out,
         x if row_scales is None else row_scales,
-        partial,
+        out if sums is None else sums,
         arrived,
         x.stride(0),
         weight.stride(0),

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from stoker.kernels.launch import await_end, fetch, let_next_up
-from stoker.kernels.lora_shrink import matrix_of, rank_of
+from stoker.kernels.lora_shrink import matrix_of, rank_of, sum_of_first
 from stoker.kernels.reference.lora import LoraTable
 
 _MOST_RANK = 64
@@ -103,7 +103,7 @@ def expand_ahead_kernel(
     splits = (tl.arange(0, SPLITS)[:, None, None] * LINEARS + linear).to(tl.int64)
     place = hidden_ptr + (splits * tokens + rows[None, :, None]) * RANK + ranks[None, None, :]
     hidden = tl.load(place, mask=known[None] & (ranks < rank)[None, None, :], other=0.0, cache_modifier=".cg")
-    hidden = tl.sum(hidden, axis=0).to(out_ptr.dtype.element_ty)
+    hidden = sum_of_first(hidden).to(out_ptr.dtype.element_ty)
     if SPAN == BLOCK_N:
         added = tl.dot(hidden, tl.trans(b.to(hidden.dtype)), input_precision="ieee") * scale + before
         tl.store(out_ptr + columns[None, :], added, mask=known & (columns < width)[None, :])

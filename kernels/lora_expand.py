@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from stoker.kernels.launch import await_turn
-from stoker.kernels.lora_shrink import matrix_of, rank_of
+from stoker.kernels.lora_shrink import matrix_of, rank_of, sum_of_first
 from stoker.kernels.norm_rotary import act_times
 
 
@@ -61,7 +61,7 @@ def _plus_ranks(
     ranks = start + tl.arange(0, BLOCK_R)[None, None, :]
     # Read as one: added one by one, each split's would be handed between threads for the product by itself.
     hidden = tl.load(place + ranks, mask=mine[None, :, None] & (ranks < rank), other=0.0, cache_modifier=".cg")
-    hidden = tl.sum(hidden, axis=0)
+    hidden = sum_of_first(hidden)
     if BLOCK_T == 1:
         return total + tl.sum(b.to(tl.float32) * hidden, axis=1)[None, :]
     else:

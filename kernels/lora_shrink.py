@@ -68,6 +68,32 @@ def matrix_of(entry, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _depth_by_warp(start, BLOCK_K: tl.constexpr, WARPS: tl.constexpr):
+    """Where in the depth each warp's part of a block is, [WARPS, 1, BLOCK_K // WARPS]."""
+    part: tl.constexpr = BLOCK_K // WARPS
+    return start + part * tl.arange(0, WARPS)[:, None, None] + tl.arange(0, part)[None, None, :]
+
+
+@triton.jit
+def sum_of_first(parts):
+    """Of [P, M, N], over P, a power of two up to 256. Numbers are brought together first, by way of shared memory, and then added by threads:
+    ``tl.sum`` would hand them from one to another, one after the other."""
+    COUNT: tl.constexpr = parts.shape[0]
+    M: tl.constexpr = parts.shape[1]
+    N: tl.constexpr = parts.shape[2]
+    if COUNT == 1:
+        return tl.reshape(parts, (M, N))
+    total = tl.permute(parts, (1, 2, 0))
+    for step in tl.static_range(8):
+        if (COUNT >> step) > 1:
+            if (COUNT >> step) > 2:
+                total = tl.reshape(total, (M, N, COUNT >> (step + 1), 2))
+            one, other = tl.split(total)
+            total = one + other
+    return total
+
+
+@triton.jit
 def shrunk(
     x_ptr,
     x_stride,
@@ -99,15 +125,14 @@ def shrunk(
         rank_stride, depth_stride = depth, 1
     if WARPS > 1:
         total = tl.zeros((WARPS, BLOCK_T, BLOCK_R), tl.float32)
-        part: tl.constexpr = BLOCK_K // WARPS
         for start in range(first, last, BLOCK_K):
-            at = start + part * tl.arange(0, WARPS)[:, None, None] + tl.arange(0, part)[None, None, :]
+            at = _depth_by_warp(start, BLOCK_K, WARPS)
             inside = at < depth  # where a span ends before, it ends with a block
             x = tl.load(x_ptr + rows[None, :, None] * x_stride + at, mask=mine[None, :, None] & inside, other=0.0)
             places = a_ptr + ranks[None, :, None] * rank_stride + at * depth_stride
             a = tl.load(places, mask=(ranks < rank)[None, :, None] & inside, other=0.0).to(DTYPE)
             total = tl.dot(x.to(DTYPE), tl.permute(a, (0, 2, 1)), total, input_precision=PRECISION)
-        return tl.sum(total, axis=0)
+        return sum_of_first(total)
     else:
         total = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
         for start in range(first, last, BLOCK_K):
@@ -154,12 +179,14 @@ def shrink_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WARPS: tl.constexpr,
+    HELD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """hidden[split, linear, token, rank] = x[token, span of the split] @ a.T, where the token's adapter has that rank.
 
     Of a tile of one slot all but x has been there for long, and with SETTLED x too: it waits for the kernel before only to write,
-    and lets the expand up before. With ROUNDED, matrices of another dtype are rounded to x's.
+    and lets the expand up before. With ROUNDED, matrices of another dtype are rounded to x's. With HELD, a span is one block, and
+    threads hold their part of a when x comes.
     """
     tile, split = tl.program_id(0), tl.program_id(2)
     linear = tl.program_id(1) // (RANK // BLOCK_R)
@@ -176,19 +203,32 @@ def shrink_kernel(
         rank, a_ptr = rank_of(entry, ALIGNED), matrix_of(entry, DTYPE, ALIGNED)  # both 0 of slot 0
         used = first_rank < rank
         total = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+        PRODUCT: tl.constexpr = x_ptr.dtype.element_ty if ROUNDED else DTYPE
         if SETTLED:
             let_next_up(DEPENDENT)
-        else:
-            if DEPENDENT and not STRIDED and BLOCK_T <= 16:  # noqa: SIM102 - known when it is compiled
+        if HELD:
+            deep = tl.permute(_depth_by_warp(first, BLOCK_K, WARPS), (0, 2, 1))
+            of_a = (ranks < rank)[None, None, :] & (deep < first + span) & (deep < depth)
+            a = tl.load(a_ptr + ranks[None, None, :] * depth + deep, mask=of_a, other=0.0).to(PRODUCT)
+        if not SETTLED:
+            if DEPENDENT and not HELD and not STRIDED and BLOCK_T <= 16:  # noqa: SIM102 - known when it is compiled
                 if used:  # what it reads of a is on its way to L2, while the kernel before still runs
                     its_rows = a_ptr + tl.minimum(ranks, rank - 1) * depth
                     for start in range(first, last, BLOCK_K):
                         fetch(its_rows + start, BLOCK_K, tl.minimum(BLOCK_K, depth - start) - 1)
             await_turn(DEPENDENT)
-        if used:
+        if HELD:
+            by_warp = tl.zeros((WARPS, BLOCK_T, BLOCK_R), tl.float32)
+            for start in range(first, last, BLOCK_K):  # once: of a loop, all loads are on their way at the same time
+                at = _depth_by_warp(start, BLOCK_K, WARPS)
+                of_x = (mine & used)[None, :, None] & (at < first + span) & (at < depth)
+                x = tl.load(x_ptr + rows[None, :, None] * x_stride + at, mask=of_x, other=0.0).to(PRODUCT)
+                by_warp = tl.dot(x, a, by_warp, input_precision=PRECISION)
+            total = sum_of_first(by_warp)
+        elif used:
             total = shrunk(
-                x_ptr, x_stride, rows, mine, entry, a_ptr, ranks, rank, first, last, depth,
-                x_ptr.dtype.element_ty if ROUNDED else DTYPE, PRECISION, STRIDED, BLOCK_T, BLOCK_R, BLOCK_K, WARPS,
+                x_ptr, x_stride, rows, mine, entry, a_ptr, ranks, rank, first, last, depth, PRODUCT, PRECISION, STRIDED,
+                BLOCK_T, BLOCK_R, BLOCK_K, WARPS,
             )  # fmt: skip
         if SETTLED:
             await_end(DEPENDENT)
