@@ -147,8 +147,9 @@ def _shrink(
         room = block_r * table.dtype.itemsize // x.itemsize  # what wider matrices take, in ranks of x's dtype
     dtype = x.dtype if rounded else table.dtype
     part = triton.cdiv(depth, splits)
-    block_k, warps, stages = _blocks_of_shrink(dtype, tiles, room, part, deterministic=deterministic)
-    held = tiles.grouped and warps > 1 and part <= block_k and not (settled or table.strided)
+    hold = tiles.grouped and not (settled or table.strided)
+    block_k, warps, stages = _blocks_of_shrink(dtype, tiles, room, part, hold=hold, deterministic=deterministic)
+    held = hold and warps > 1 and part <= block_k
     # An L4 has no room for as many stages of fp32 as an H200. A loop of n of them holds one less at a time.
     stage = block_k * (block_r * table.dtype.itemsize + tiles.height * x.itemsize)
     stages = min(stages, 1 + (launch.shared_memory(x.device) - 2 * launch.PROGRAM_SHARED) // stage)
@@ -224,7 +225,7 @@ def _splits(tokens: int, depth: int, rank: int, deterministic: bool) -> int:
 
 
 def _blocks_of_shrink(
-    dtype: torch.dtype, tiles: Tiles, ranks: int, span: int, *, deterministic: bool
+    dtype: torch.dtype, tiles: Tiles, ranks: int, span: int, *, hold: bool, deterministic: bool
 ) -> tuple[int, int, int]:
     """How much of a span a program reads at once; how many warps multiply a part of it each, in the dtype; how many stages.
 
@@ -234,7 +235,7 @@ def _blocks_of_shrink(
     if wide or deterministic or tiles.height != 16 or ranks > 32:
         return 64 if wide else 128, 1, 4
     block, most = max(int(triton.next_power_of_2(span)), _LEAST_BLOCK), _MOST_AT_ONCE // ranks
-    for warps in (4, 8):
+    for warps in (4, 8) if hold else (4,):
         if block <= most * warps // 4:
             return block, warps, 2
     block = most

@@ -312,7 +312,8 @@ def launch_ahead(
             settings |= {"beside": lora.SHRINK_SHARED, "residual": onto, "late": True}
         else:
             settings["added"] = lora.ahead(x, onto, table, rows)
-        linear_streamed.streamed(x, weight, None, cut=cut, arrived=arrived, **settings)
+        sums = linear_streamed.sums_of_splits(x, weight, cut, gated=gated is not None, beside=settings["beside"])
+        linear_streamed.streamed(x, weight, None, cut=cut, arrived=arrived, sums=sums, **settings)
 
 
 def launch_recurrent() -> None:

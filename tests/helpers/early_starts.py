@@ -2,9 +2,10 @@
 
 The interpreter runs one launch after another, so results never show that a kernel read too early. Here each launch is
 checked as if it started early on a GPU, by the rules of ``stoker.kernels.launch``: until a program has called
-``await_turn``, it reads nothing that the launch just before wrote, and writes nothing; one program at least calls it; and
-what it fetches ahead is part of tensors that it was given, or whose addresses it may have. Where the launch before let it
-start before its own turn, it reads nothing either that those wrote which that one started beside. A launch is one of
+``await_turn``, it reads nothing that the launch just before wrote, and writes only to memory that was there before that
+launch, which was not given it; one program at least calls it; and what it fetches ahead is part of tensors that it was given,
+or whose addresses it may have. Where the launch before let it start before its own turn, all this holds for those, too, that
+that one started beside. A launch is one of
 Triton's, or a torch operation on something that kernels are given.
 """
 
@@ -59,14 +60,18 @@ class Found:
 
 
 class _Launch:
-    def __init__(self, name: str, *, dependent: bool, beside: Sequence[_Launch] = ()) -> None:
-        """beside: the launches that may still run when it starts early."""
-        self.name, self.dependent, self.beside = name, dependent, beside
+    def __init__(
+        self, name: str, *, dependent: bool, beside: Sequence[_Launch] = (), number: int = -1, given: Sequence[Tensor] = ()
+    ) -> None:
+        """beside: the launches that may still run when it starts early. number: of launches before it; -1 of an operation of torch."""
+        self.name, self.dependent, self.beside, self.number = name, dependent, beside, number
+        self.given = [_extent(each) for each in given]
         self.waits = self.lets_up_early = False  # any of its programs
         self.waited: bool | None = None  # of the program that runs
         self.written: list[Accessed] = []
         self.filled: list[tuple[int, int]] = []  # by torch: units of memory, from one up to another
         self.early: list[Accessed] = []
+        self.written_early: list[Accessed] = []
         self.fetched: list[NDArray[np.int64]] = []
 
     def begin_program(self) -> None:
@@ -98,16 +103,19 @@ def early_starts() -> Iterator[Found]:
     last = {"launch": _Launch("nothing", dependent=False)}
     given = set[int]()  # storages
     operations: list[tuple[_Launch, set[int]]] = []  # of torch, since the last launch, and the storages of each
+    launches, made = [0], dict[int, int]()  # how many; and how many there had been when a storage was made
 
     def call(run: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
         values = (each.base if isinstance(each, TensorDescriptor) else each for each in arguments.values())
         tensors = [each for each in values if isinstance(each, Tensor)]
-        given.update(each.untyped_storage().data_ptr() for each in tensors)
+        given.update(map(_storage, tensors))
         operation = next((each for each, storages in reversed(operations) if storages & given), None)
         beside = last["launch"].beside_the_next() if operation is None else [operation]
         operations.clear()
-        running.append(_Launch(self.fn.__name__, dependent=bool(arguments.get("DEPENDENT")), beside=beside))
+        dependent, number = bool(arguments.get("DEPENDENT")), launches[0]
+        running.append(_Launch(self.fn.__name__, dependent=dependent, beside=beside, number=number, given=tensors))
+        launches[0] += 1
         try:
             run(self, *args, **kwargs)
         finally:
@@ -120,6 +128,12 @@ def early_starts() -> Iterator[Found]:
                 now.name in BY_ADDRESS and _within(fetched, [each for each in gc.get_objects() if type(each) is Tensor])
             ):
                 found.faults.add(f"{now.name} fetches what is in no tensor that it was given")
+        if now.written_early:
+            first = min(each.number for each in beside)
+            old = [each for each in tensors if made.get(_storage(each), 0) <= first]
+            apart = not any(_meet(now.written_early, before.given, before.written) for before in beside)
+            if not apart or not all(_within(addresses, old) for addresses, _ in now.written_early):
+                found.faults.add(f"{now.name} writes before its turn")
         if now.early:
             found.early[now.name] = found.early.get(now.name, 0) + 1
             for before in beside:
@@ -142,9 +156,10 @@ def early_starts() -> Iterator[Found]:
         return run(self, pointers, mask, *more, **named)
 
     def write(pointers: Any, mask: Any) -> None:
+        accessed = _accessed(pointers, mask)
+        running[-1].written.append(accessed)
         if not running[-1].waited:
-            found.faults.add(f"{running[-1].name} writes before its turn")
-        running[-1].written.append(_accessed(pointers, mask))
+            running[-1].written_early.append(accessed)
 
     def fetch(asm: str, constraints: str, arguments: Any, **options: Any) -> None:
         assert asm.startswith("prefetch.global.L2")
@@ -161,15 +176,16 @@ def early_starts() -> Iterator[Found]:
     class Operations(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **kwargs or {})
-            name, launches, writes = _about(func)
+            name, launched, writes = _about(func)
             poison = name == "fill_" and isinstance(args[1], float) and args[1] != args[1]  # of tests
-            if running or not launches or poison:
+            tensors, known = tensors_in((args, kwargs, out)), {_storage(each) for each in tensors_in((args, kwargs))}
+            made.update((_storage(each), launches[0]) for each in tensors_in(out) if _storage(each) not in known)
+            if running or not launched or poison:
                 return out
-            tensors = tensors_in((args, kwargs, out))
             written = tensors_in((out, [args[number] for number in writes if number < len(args)]))
             operation = _Launch(f"torch's {name}", dependent=False)
             operation.filled = [_extent(each) for each in written if each.device.type == "cpu"]
-            storages = {each.untyped_storage().data_ptr() for each in tensors if each.device.type == "cpu"}
+            storages = {_storage(each) for each in tensors if each.device.type == "cpu"}
             operations.append((operation, storages))
             return out
 
@@ -212,6 +228,10 @@ def _units(accessed: Accessed) -> NDArray[np.int64]:
     """Of memory: those that something is in."""
     addresses, width = accessed
     return ((addresses[:, None] + np.arange(0, width, _UNIT)) // _UNIT).reshape(-1)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

@@ -10,14 +10,14 @@ from stoker.kernels import launch
 from stoker.kernels.lora import SHRINK_SHARED
 
 # Of what comes up beside a product, or beside the shrink of its adapters: which tokens have which, these, and x. Of a product that
-# adapters run ahead of: x and the weight.
+# adapters run ahead of: x and the weight, and the sums of its splits, which it writes, too.
 # Of others: weights, or what is the same in all layers of a step, or the state that the step before left.
-EARLY_READS = {
+EARLY = {
     "shrink_kernel": {"ld.global", "cp.async.c"},
     "expand_kernel": {"ld.global"},
     "expand_gated_kernel": {"ld.global"},
     "expand_ahead_kernel": {"ld.global"},
-    "_streamed_kernel": {"ld.global", "cp.async.bulk.tensor"},
+    "_streamed_kernel": {"ld.global", "cp.async.bulk.tensor", "st.global", "atom.global"},
 } | {
     f"_{name}_kernel": {"ld.global"}
     for name in (
@@ -48,14 +48,15 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
     for m in made:
         assert m["stack"] == 0 and m["shared"] <= 227 * 1024, m
         # A kernel that comes up before the one before has ended reads nothing until it has, but what was there before that began.
-        begun = bool(m["before"]) and EARLY_READS.get(m["kernel"], set()) >= {*m["before"]}
+        begun = bool(m["before"]) and EARLY.get(m["kernel"], set()) >= {*m["before"]}
         assert m["dependent"] == (m["waits"] or begun) == (m["kernel"] in dependent), m
-    assert {m["kernel"] for m in made if m["before"]} == {*EARLY_READS}
+    assert {m["kernel"] for m in made if m["before"]} == {*EARLY}
     # The chip copies the tiles of a streamed weight by itself, and multiplies them where they then are.
     streamed = [m for m in made if m["kernel"] == "_streamed_kernel"]
     assert all(m["tiles_copied"] and m["tensor_cores"] for m in streamed)
     # Only those that adapters, or their shrink, run ahead of read x before their turn.
     assert all(m["late"] == ("cp.async.bulk.tensor" in m["before"]) for m in streamed)
+    assert {m["late"] for m in streamed if "st.global" in m["before"]} == {True}
     # Numbers of fp8 are made bf16 two at a time; what is cast one by one are outputs.
     in_fp8 = [m for m in made if m["fp8_pairs"]]
     assert {m["kernel"] for m in in_fp8} >= {f"_{n}_kernel" for n in ("skinny", "streamed", "single", "matmul")}
@@ -80,9 +81,7 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
     assert all(m["narrow_loads"] < 8 for m in made if m["kernel"] == "_grouped_kernel")
     # Of matrices that lie as a trainer allocates them, 16 bytes at a time: the first adapters are such ones.
     assert next(m["narrow_loads"] for m in made if m["kernel"] == "shrink_kernel") == 0
-    # An expand's threads pass on the sum of a shrink's splits to one another, and not each of up to 16.
+    # An expand's threads bring a shrink's splits together and add them: none of them waits for another one's sum.
     expands = [m for m in made if m["kernel"] in ("expand_kernel", "expand_gated_kernel")]
-    assert max(m["barriers"] for m in expands) < 30
-    # Deterministic ones add these in one order, of few tokens and many, whatever the highest rank.
-    few, many = ([tensor for tensor in m["sums"] if "f32" in tensor] for m in expands[:2])
-    assert few and few == many
+    assert max(m["barriers"] for m in expands) < 24
+    assert not any("f32" in tensor for m in expands for tensor in m["sums"] if tensor.count("x") > 1), "by the compiler, in any order"
