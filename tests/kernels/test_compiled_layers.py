@@ -83,6 +83,8 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
     # An expand's threads pass on the sum of a shrink's splits to one another, and not each of up to 16.
     expands = [m for m in made if m["kernel"] in ("expand_kernel", "expand_gated_kernel")]
     assert max(m["barriers"] for m in expands) < 30
+    # What a gated one multiplies is on its way before its turn, where it lies row after row.
+    assert {m["fetches"] > 0 for m in expands if m["kernel"] == "expand_gated_kernel"} == {True, False}
     # Deterministic ones add these in one order, of few tokens and many, whatever the highest rank.
     few, many = ([tensor for tensor in m["sums"] if "f32" in tensor] for m in expands[:2])
     assert few and few == many
