@@ -136,13 +136,6 @@ class MeasuredLinear:
         out = self(given.x, given.weight, given.bias, in_place=given.in_place, **given.options)
         return lora(given.x, out, given.table, given.rows, given.gated, shrunk=hidden)
 
-    def _shrink_ahead(self, cut: Cut, given: _Adapted) -> Tensor:
-        given = _described(given)
-        sums = sums_of_splits(given.x, given.weight, cut, gated=False, beside=SHRINK_SHARED)
-        hidden = shrink(given.x, given.table, given.rows, given.gated)
-        out = self._streamed(cut, SHRINK_SHARED, given, gated=None, late=True, sums=sums, **given.options)
-        return lora(given.x, out, given.table, given.rows, given.gated, shrunk=hidden)
-
     def _beside(self, cut: Cut, given: _Adapted) -> Tensor:
         out = self._streamed(cut, SHRINK_SHARED, given, gated=None, **given.options)
         return lora(given.x, out, given.table, given.rows, given.gated, settled=True)
@@ -213,8 +206,8 @@ class MeasuredLinear:
         return found, _Found(ways[best], in_order)
 
     def _fastest_with_adapters(self, given: _Adapted) -> Callable[[_Adapted], Tensor] | None:
-        """A projection with adapters around it, or a streamed one, also with the shrink beside or all of them ahead of it; None where
-        adapters after it are faster.
+        """A projection with adapters around it, or a streamed one with the shrink beside or all of them ahead of it; None where adapters
+        after it are faster.
 
         Measured with the adapters that there are, each for as many rows.
         """
@@ -254,7 +247,6 @@ class MeasuredLinear:
         cuts = self._fastest(x, weight, bias, {"norm": None, "gated": None, "scale": 1.0, **options}).cuts
         if cuts:
             ways["beside"] = partial(self._beside, cuts[0])
-            ways["shrink ahead"] = partial(self._shrink_ahead, cuts[0])
         if gated is not None:  # the fastest cut of a gated product is not known
             cuts = list(self._cuts(x, weight, True).values())
         if goes_ahead(table, x.dtype):

@@ -8,8 +8,8 @@ split among several (split-K). A split costs time, as programs wait for the slow
 are no more than needed. Each program leaves its sum in memory (in fact in L2), and the last to arrive adds them up in
 order, so the result does not depend on which one was last (the order is that of Osama et al., "Stream-K", 2023).
 
-Where adapters run ahead of it (``lora_ahead``), or their shrink does, the weight is read while they do: x was there before. The
-product waits for its turn when it has its sums, to which it adds theirs.
+Where adapters run ahead of it (``lora_ahead``), the weight is read while they do: x was there before. The product waits for its
+turn when it has its sums, to which it adds theirs.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -90,8 +90,8 @@ def _streamed_kernel(
     AHEAD: how much of the split's depth is on its way to L2 before the kernel's turn comes.
     partial: fp32 [tile, split, M * N], where each of several splits leaves its sums.
     arrived: int32, how many splits of a tile are there; 0 before and after.
-    LATE: it waits for its turn when it has the sums of all splits, and of each tile only the last program does. The residual is
-    then ``lora.ahead``'s, if GATED for gate and up.
+    LATE: of each tile, the program that has the sums of all splits waits for its turn with these. The residual is then
+    ``lora.ahead``'s, if GATED for gate and up.
     """
     full_width = width if GATED is None else 2 * width
     if not COPIED:
@@ -162,7 +162,7 @@ def describable(matrix: Tensor) -> bool:
 
 
 def sums_of_splits(x: Tensor, weight: Tensor, cut: Cut, *, gated: bool, beside: int) -> Tensor | None:
-    """Memory for ``streamed``, where several programs share the depth of a tile: fp32. x: [T, D]; weight: [N, D]."""
+    """Memory for ``streamed``, fp32, where several programs share the depth of a tile. x: [T, D]; weight: [N, D]."""
     block_m, _, _, tiles, splits, _, _ = settings_of(x, weight, gated, cut, beside)
     if splits == 1:
         return None
@@ -183,7 +183,6 @@ def streamed(
     row_scales: Tensor | None = None,
     beside: int = 0,
     added: Tensor | None = None,
-    late: bool = False,
     sums: Tensor | None = None,
 ) -> Tensor:
     """As the reference's ``linear``. x: [T, D], T up to ``MOST_ROWS``; weight: [N, D], ``describable``.
@@ -191,12 +190,10 @@ def streamed(
     cut: of one split, if gated. arrived: int32 zeros, one for each tile of several splits; nobody else uses them meanwhile.
     beside: bytes of a multiprocessor's shared memory that are left to other kernels.
     added: [T, N], to add to the product, of gate and up before the activation: what ``lora.ahead`` made of the same x just now.
-    late: x was there before the last launch, a shrink of it, which is waited for with the sums.
-    sums: what ``sums_of_splits`` gave before that launch; needed if late, or with ``added``.
+    sums: what ``sums_of_splits`` gave before that was launched; needed with ``added``.
     """
-    late |= added is not None
-    assert not late or (norm is None and describable(x)), "x was made by the last launch"
-    assert not (late and gated) if added is None else residual is None
+    late = added is not None
+    assert not late or (norm is None and residual is None and describable(x)), "x was made by the last launch"
     if norm is not None:  # for every tile again it would be more work than the product
         x = rms_norm(x, *norm)
     if not describable(x):
@@ -208,7 +205,9 @@ def streamed(
     block_m, block_k, stages, tiles, splits, split_depth, ahead = settings_of(x, weight, gated is not None, cut, beside)
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     if sums is None:
-        assert not late or splits == 1, "what is allocated now may still be read by the launches that it does not wait for"
+        assert not late or splits == 1, (
+            "what is allocated now may still be read by the launches that it does not wait for"
+        )
         sums = sums_of_splits(x, weight, cut, gated=gated is not None, beside=beside)
     copied = launch.copies_tiles(x.device)
     residual = residual if added is None else added

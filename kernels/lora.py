@@ -39,6 +39,7 @@ _LEAST_BLOCK = 64
 _LEAST_SPAN = 512  # of a split: below it, adding its sum costs more than it saves
 _MOST_SPLITS_AHEAD = 4  # a program that reads more at a time finishes sooner beside a product
 _PROGRAMS_AHEAD = 5.5  # of an expand, for each multiprocessor: all of them and the product's are there at once
+_LEAST_PROGRAMS_GATED = 12  # of a gated expand, for each multiprocessor; half of them may have nothing to do
 
 
 def lora(
@@ -83,7 +84,7 @@ def _plan(
         # Its time goes with the numbers that its programs have, of places that no token takes as well.
         low = Tiles.of(rows, table, deterministic, low=table.only_matrices and not deterministic)
         tiles = tiles._replace(fresh=tiles.fresh or low.fresh)
-        block_n = _columns_of_gated(table, low, deterministic)
+        block_n = _columns_of_gated(table, low, x.device, deterministic)
     else:
         block_n = _columns_of_tile(table, tiles, x.device, deterministic)
     table.columns(block_n)
@@ -239,7 +240,9 @@ def _blocks_of_shrink(
         if block <= most * warps // 4:
             return block, warps, 2
     block = most
-    while block > 128 and triton.cdiv(span, block) * block > 1.2 * span:  # of which a good part would lie beyond the span
+    while (
+        block > 128 and triton.cdiv(span, block) * block > 1.2 * span
+    ):  # of which a good part would lie beyond the span
         block //= 2
     return block, 4, 2
 
@@ -290,10 +293,15 @@ def _columns_of_tile(table: LoraTable, tiles: Tiles, device: torch.device, deter
     return 64 if few else 128
 
 
-def _columns_of_gated(table: LoraTable, tiles: Tiles, deterministic: bool) -> int:
-    """Columns of a gated expand's tile: as many as there are registers for, where adapters only add."""
-    few = table.only_matrices and tiles.height <= 16 and not deterministic
-    return max(64, 4096 // (padded_rank(table) * table.dtype.itemsize // 2)) if few else 64
+def _columns_of_gated(table: LoraTable, tiles: Tiles, device: torch.device, deterministic: bool) -> int:
+    """Columns of a gated expand's tile: as many as there are registers for, where adapters only add, unless that leaves too few tiles."""
+    if not table.only_matrices or tiles.height > 16 or deterministic:
+        return 64
+    columns = max(64, 4096 // (padded_rank(table) * table.dtype.itemsize // 2))
+    least = _LEAST_PROGRAMS_GATED * launch.multiprocessors(device)
+    while columns > 128 and tiles.programs * table.widths[0] < least * columns:
+        columns //= 2
+    return columns
 
 
 def _expand(hidden: Tensor, out: Tensor, table: LoraTable, tiles: Tiles, block_n: int, deterministic: bool) -> Tensor:
@@ -354,7 +362,7 @@ def _expand_gated(
         SPLITS=splits,
         BLOCK_R=_ranks_together(table, hidden, deterministic),
         BLOCK_N=block_n,
-        num_warps=4 if tiles.height <= 16 and block_n < 256 else 8,
+        num_warps=4 if tiles.height * block_n <= 2048 else 8,
         num_stages=1,
         **settings,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stoker.kernels.launch import await_turn
+from stoker.kernels.launch import await_turn, fetch
 from stoker.kernels.lora_shrink import matrix_of, rank_of, sum_of_first
 from stoker.kernels.norm_rotary import act_times
 
@@ -22,50 +22,54 @@ def _numbers_of(entry, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _part_of_b(
-    entry,
-    columns,
-    width,
-    start,
-    rank,
-    DTYPE: tl.constexpr,
-    STRIDED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
+def _part_of_b(b_ptr, entry, columns, width, start, rank, STRIDED: tl.constexpr, BLOCK_R: tl.constexpr):
     """Some columns of what expands, by BLOCK_R ranks from ``start`` on, [BLOCK_N, BLOCK_R]."""
-    b_ptr = matrix_of(entry + 1, DTYPE, ALIGNED)
+    ranks = start + tl.arange(0, BLOCK_R)
     if STRIDED:
         width_stride, rank_stride = tl.load(entry + 8), tl.load(entry + 9)
+        places = b_ptr + columns.to(tl.int64)[:, None] * width_stride + ranks[None, :] * rank_stride
     else:
-        width_stride, rank_stride = rank, 1
-    ranks = start + tl.arange(0, BLOCK_R)
-    places = b_ptr + columns.to(tl.int64)[:, None] * width_stride + ranks[None, :] * rank_stride
+        places = b_ptr + (columns[:, None] * rank + ranks[None, :])
     return tl.load(places, mask=(columns < width)[:, None] & (ranks < rank)[None, :], other=0.0)
 
 
 @triton.jit
-def _plus_ranks(
-    total,
-    place,
-    b,
-    start,
-    rank,
-    mine,
-    DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """``total``, fp32 [BLOCK_T, BLOCK_N], and what BLOCK_R ranks from ``start`` on give. place: of rank 0, [SPLITS, BLOCK_T, 1]."""
+def _fetch_b(b_ptr, first, last, rank, MOST: tl.constexpr):
+    """Some columns of what expands, MOST numbers at most, are on their way to L2."""
+    if rank > 0:
+        fetch(b_ptr + first * rank + tl.arange(0, 1), MOST, (last - first) * rank - 1)
+
+
+@triton.jit
+def _hidden_places(hidden_ptr, rows, linear, tokens, LINEARS: tl.constexpr, SPLITS: tl.constexpr, RANK: tl.constexpr):
+    """Where rank 0 of what the shrink gave is, [SPLITS, BLOCK_T, 1]."""
+    splits = (tl.arange(0, SPLITS)[:, None, None] * LINEARS + linear).to(tl.int64)
+    return hidden_ptr + (splits * tokens + rows[None, :, None]) * RANK
+
+
+@triton.jit
+def _part_of_hidden(places, mine, start, rank, BLOCK_R: tl.constexpr):
+    """BLOCK_R ranks from ``start`` on of what the shrink's splits gave, [SPLITS, BLOCK_T, BLOCK_R].
+
+    Read as one: added one by one, each split's would be handed between threads for the product by itself.
+    """
     ranks = start + tl.arange(0, BLOCK_R)[None, None, :]
-    # Read as one: added one by one, each split's would be handed between threads for the product by itself.
-    hidden = tl.load(place + ranks, mask=mine[None, :, None] & (ranks < rank), other=0.0, cache_modifier=".cg")
+    return tl.load(places + ranks, mask=mine[None, :, None] & (ranks < rank), other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _of_all_splits(hidden, DTYPE: tl.constexpr):
+    """``_part_of_hidden`` as it is multiplied, [BLOCK_T, BLOCK_R]."""
     hidden = sum_of_first(hidden)
+    return hidden if hidden.shape[0] == 1 else hidden.to(DTYPE)
+
+
+@triton.jit
+def _plus_ranks(total, hidden, b, PRECISION: tl.constexpr, BLOCK_T: tl.constexpr):
+    """``total``, fp32 [BLOCK_T, BLOCK_N], and what some ranks give. hidden: ``_of_all_splits``; b: ``_part_of_b``."""
     if BLOCK_T == 1:
         return total + tl.sum(b.to(tl.float32) * hidden, axis=1)[None, :]
     else:
-        hidden = hidden.to(DTYPE)
         if BLOCK_T < 16:  # so few tokens a tensor core takes only as columns
             return tl.trans(tl.dot(b, tl.trans(hidden), tl.trans(total), input_precision=PRECISION))
         return tl.dot(hidden, tl.trans(b), total, input_precision=PRECISION)
@@ -73,37 +77,32 @@ def _plus_ranks(
 
 @triton.jit
 def _expanded(
-    hidden_ptr,
-    entry,
+    places,
+    hidden,
+    b_ptr,
     b,
+    entry,
     rank,
-    rows,
     mine,
-    linear,
     columns,
     width,
-    tokens,
-    LINEARS: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     STRIDED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    SPLITS: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """hidden @ b.T of an entry's adapter, fp32 [BLOCK_T, BLOCK_N]. b: ``_part_of_b`` from rank 0 on."""
-    splits = (tl.arange(0, SPLITS)[:, None, None] * LINEARS + linear).to(tl.int64)
-    place = hidden_ptr + (splits * tokens + rows[None, :, None]) * RANK
+    """hidden @ b.T of an entry's adapter, fp32 [BLOCK_T, BLOCK_N]. hidden, b: of rank 0 on, as ``_plus_ranks``'s."""
     total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     if BLOCK_R < RANK:
         for start in range(0, rank, BLOCK_R):
-            total = _plus_ranks(total, place, b, start, rank, mine, DTYPE, PRECISION, BLOCK_T, BLOCK_R)
-            b = _part_of_b(entry, columns, width, start + BLOCK_R, rank, DTYPE, STRIDED, ALIGNED, BLOCK_R)
+            total = _plus_ranks(total, hidden, b, PRECISION, BLOCK_T)
+            hidden = _of_all_splits(_part_of_hidden(places, mine, start + BLOCK_R, rank, BLOCK_R), DTYPE)
+            b = _part_of_b(b_ptr, entry, columns, width, start + BLOCK_R, rank, STRIDED, BLOCK_R)
     else:
-        total = _plus_ranks(total, place, b, 0, rank, mine, DTYPE, PRECISION, BLOCK_T, BLOCK_R)
+        total = _plus_ranks(total, hidden, b, PRECISION, BLOCK_T)
     return total
 
 
@@ -184,13 +183,16 @@ def expand_kernel(
         mine = rows >= tl.where(used, 0, 2**31 - 1)
         inside = mine[:, None] & (columns < width)[None, :]
         target = out_ptr + rows[:, None] * out_stride + columns[None, :]
-        b = _part_of_b(entry, columns, width, 0, rank, DTYPE, STRIDED, ALIGNED, BLOCK_R)
+        b_ptr = matrix_of(entry + 1, DTYPE, ALIGNED)
+        b = _part_of_b(b_ptr, entry, columns, width, 0, rank, STRIDED, BLOCK_R)
         await_turn(DEPENDENT)
         before = tl.load(target, mask=inside, other=0.0, cache_modifier=".cg")
         if used:
+            places = _hidden_places(hidden_ptr, rows, linear, tokens, LINEARS, SPLITS, RANK)
+            hidden = _of_all_splits(_part_of_hidden(places, mine, 0, rank, BLOCK_R), DTYPE)
             added = _expanded(
-                hidden_ptr, entry, b, rank, rows, mine, linear, columns, width, tokens, LINEARS, DTYPE, PRECISION, STRIDED,
-                ALIGNED, SPLITS, RANK, BLOCK_T, BLOCK_R, BLOCK_N,
+                places, hidden, b_ptr, b, entry, rank, mine, columns, width, DTYPE, PRECISION, STRIDED, RANK, BLOCK_T,
+                BLOCK_R, BLOCK_N,
             )  # fmt: skip
             added *= scale
             if PLAIN:
@@ -213,10 +215,13 @@ def expand_kernel(
                 inside = mine[:, None] & (columns < width)[None, :]
                 target = out_ptr + rows[:, None] * out_stride + columns[None, :]
                 before = tl.load(target, mask=inside, other=0.0)
-                b = _part_of_b(entry, columns, width, 0, rank, DTYPE, STRIDED, ALIGNED, BLOCK_R)
+                b_ptr = matrix_of(entry + 1, DTYPE, ALIGNED)
+                b = _part_of_b(b_ptr, entry, columns, width, 0, rank, STRIDED, BLOCK_R)
+                places = _hidden_places(hidden_ptr, rows, linear, tokens, LINEARS, SPLITS, RANK)
+                hidden = _of_all_splits(_part_of_hidden(places, mine, 0, rank, BLOCK_R), DTYPE)
                 added = _expanded(
-                    hidden_ptr, entry, b, rank, rows, mine, linear, columns, width, tokens, LINEARS, DTYPE, PRECISION,
-                    STRIDED, ALIGNED, SPLITS, RANK, BLOCK_T, BLOCK_R, BLOCK_N,
+                    places, hidden, b_ptr, b, entry, rank, mine, columns, width, DTYPE, PRECISION, STRIDED, RANK, BLOCK_T,
+                    BLOCK_R, BLOCK_N,
                 )  # fmt: skip
                 added *= scale
                 out = _adapted(
@@ -256,40 +261,55 @@ def expand_gated_kernel(
 ):
     """As ``expand_kernel`` of gate and up, then ``act(gate) * up``; of tokens without an adapter, too.
 
-    out: [T, width], beside gate_up, which stays as it is. PLAIN: there are no gains and no shifts.
+    out: [T, width], beside gate_up, which stays as it is. PLAIN: there are no gains and no shifts. What it expands is on its way
+    to L2 while the kernel before still runs, and then everything is read at once: a program reads little, and waits for most of
+    its time.
     """
-    rows = tl.load(rows_ptr + tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     slot = tl.load(slots_ptr + tl.program_id(0))
-    mine = rows >= 0
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = mine[:, None] & (columns < width)[None, :]
-    gate_entry = pointers_ptr + tl.maximum(slot, 0) * FIELDS
-    up_entry = gate_entry + entries * FIELDS
-    place = gate_up_ptr + rows[:, None] * gate_up_stride + columns[None, :]
-    gate_rank, gate_scale, gate_gain, gate_shift = _numbers_of(gate_entry, ALIGNED)
-    up_rank, up_scale, up_gain, up_shift = _numbers_of(up_entry, ALIGNED)
-    of_gate = _part_of_b(gate_entry, columns, width, 0, gate_rank, DTYPE, STRIDED, ALIGNED, BLOCK_R)
-    of_up = _part_of_b(up_entry, columns, width, 0, up_rank, DTYPE, STRIDED, ALIGNED, BLOCK_R)
+    rows = tl.load(rows_ptr + tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     if slot < 0:
         return
+    mine = rows >= 0
+    first = tl.program_id(1) * BLOCK_N
+    columns = first + tl.arange(0, BLOCK_N)
+    inside = mine[:, None] & (columns < width)[None, :]
+    gate_entry = pointers_ptr + slot * FIELDS
+    up_entry = gate_entry + entries * FIELDS
+    gate_rank, gate_scale, gate_gain, gate_shift = _numbers_of(gate_entry, ALIGNED)
+    up_rank, up_scale, up_gain, up_shift = _numbers_of(up_entry, ALIGNED)
+    gate_b_ptr, up_b_ptr = matrix_of(gate_entry + 1, DTYPE, ALIGNED), matrix_of(up_entry + 1, DTYPE, ALIGNED)
+    if DEPENDENT and not STRIDED:
+        last = tl.minimum(first + BLOCK_N, width)
+        _fetch_b(gate_b_ptr, first, last, gate_rank, BLOCK_N * RANK)
+        _fetch_b(up_b_ptr, first, last, up_rank, BLOCK_N * RANK)
     await_turn(DEPENDENT)
+    gate_places = _hidden_places(hidden_ptr, rows, 0, tokens, 2, SPLITS, RANK)
+    up_places = _hidden_places(hidden_ptr, rows, 1, tokens, 2, SPLITS, RANK)
+    gate_hidden = _part_of_hidden(gate_places, mine, 0, gate_rank, BLOCK_R)
+    up_hidden = _part_of_hidden(up_places, mine, 0, up_rank, BLOCK_R)
+    place = gate_up_ptr + rows[:, None] * gate_up_stride + columns[None, :]
     gate = tl.load(place, mask=inside, other=0.0, cache_modifier=".cg")
     up = tl.load(place + width, mask=inside, other=0.0, cache_modifier=".cg")
+    gate_b = _part_of_b(gate_b_ptr, gate_entry, columns, width, 0, gate_rank, STRIDED, BLOCK_R)
+    up_b = _part_of_b(up_b_ptr, up_entry, columns, width, 0, up_rank, STRIDED, BLOCK_R)
+    gate_hidden, up_hidden = _of_all_splits(gate_hidden, DTYPE), _of_all_splits(up_hidden, DTYPE)
+    gate = gate.to(tl.float32)
     added = gate_scale * _expanded(
-        hidden_ptr, gate_entry, of_gate, gate_rank, rows, mine, 0, columns, width, tokens, 2, DTYPE, PRECISION, STRIDED,
-        ALIGNED, SPLITS, RANK, BLOCK_T, BLOCK_R, BLOCK_N,
+        gate_places, gate_hidden, gate_b_ptr, gate_b, gate_entry, gate_rank, mine, columns, width, DTYPE, PRECISION, STRIDED,
+        RANK, BLOCK_T, BLOCK_R, BLOCK_N,
     )  # fmt: skip
     if PLAIN:
-        gate = gate.to(tl.float32) + added
+        gate += added
     else:
         bias = tl.load(columns_ptr + 3)
         gate = _adapted(gate, added, gate_gain, gate_shift, bias, columns, width, out_ptr.dtype.element_ty)
+    up = up.to(tl.float32)
     added = up_scale * _expanded(
-        hidden_ptr, up_entry, of_up, up_rank, rows, mine, 1, columns, width, tokens, 2, DTYPE, PRECISION, STRIDED,
-        ALIGNED, SPLITS, RANK, BLOCK_T, BLOCK_R, BLOCK_N,
+        up_places, up_hidden, up_b_ptr, up_b, up_entry, up_rank, mine, columns, width, DTYPE, PRECISION, STRIDED, RANK,
+        BLOCK_T, BLOCK_R, BLOCK_N,
     )  # fmt: skip
     if PLAIN:
-        up = up.to(tl.float32) + added
+        up += added
     else:
         bias = tl.load(columns_ptr + 4 + 3)
         up = _adapted(up, added, up_gain, up_shift, bias, columns, width, out_ptr.dtype.element_ty)

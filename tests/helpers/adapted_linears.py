@@ -45,7 +45,6 @@ def pretended_times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 class Streamed(NamedTuple):
     room: int  # of shared memory that it leaves
     ahead: bool = False  # whether adapters ran ahead of it
-    late: bool = False  # or their shrink
 
 
 @pytest.fixture(name="products")
@@ -53,9 +52,9 @@ def streamed_products(monkeypatch: pytest.MonkeyPatch) -> list[Streamed]:
     """The streamed products that run."""
     products: list[Streamed] = []
 
-    def counted(*arguments: Any, beside: int = 0, added: Any = None, late: bool = False, **options: Any) -> Tensor:
-        products.append(Streamed(beside, added is not None, late))
-        return streamed(*arguments, beside=beside, added=added, late=late, **options)
+    def counted(*arguments: Any, beside: int = 0, added: Any = None, **options: Any) -> Tensor:
+        products.append(Streamed(beside, added is not None))
+        return streamed(*arguments, beside=beside, added=added, **options)
 
     monkeypatch.setattr(linear_measured, "streamed", counted)
     return products

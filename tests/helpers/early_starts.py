@@ -61,7 +61,13 @@ class Found:
 
 class _Launch:
     def __init__(
-        self, name: str, *, dependent: bool, beside: Sequence[_Launch] = (), number: int = -1, given: Sequence[Tensor] = ()
+        self,
+        name: str,
+        *,
+        dependent: bool,
+        beside: Sequence[_Launch] = (),
+        number: int = -1,
+        given: Sequence[Tensor] = (),
     ) -> None:
         """beside: the launches that may still run when it starts early. number: of launches before it; -1 of an operation of torch."""
         self.name, self.dependent, self.beside, self.number = name, dependent, beside, number

@@ -21,8 +21,8 @@ from stoker.kernels import launch
 from stoker.kernels.attention import attend
 from stoker.kernels.launch import await_turn
 from stoker.kernels.linear_cuts import Cut
-from stoker.kernels.linear_streamed import streamed
-from stoker.kernels.lora import lora, shrink
+from stoker.kernels.linear_streamed import streamed, sums_of_splits
+from stoker.kernels.lora import ahead, lora, shrink
 from stoker.kernels.reference.attention_plan import Visibility
 from stoker.kernels.reference.lora import AdapterRows
 from stoker.kernels.triton_ops import TRITON
@@ -195,16 +195,31 @@ def test_an_expand_beside_two_kernels_reads_no_tiles_that_were_just_made() -> No
         assert not found.faults and found.early.get("shrink_kernel", 0) == early
 
 
-def test_a_product_reads_x_before_its_turn_only_where_it_waits_late() -> None:
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_product_that_adapters_run_ahead_of_begins_before_its_turn(splits: int) -> None:
+    """It reads x then, and writes the sums of several splits, to memory that was there before the adapters were launched."""
+    table = make_table([64], 304, {1: 8, 2: 40, 3: 16}, torch.float32)
+    assert table.pointers is not None  # sent before
     x, weight, arrived = torch.zeros(20, 304), torch.zeros(64, 304), torch.zeros(3, dtype=torch.int32)
-    given: dict[str, Any] = {
-        "norm": None,
-        "gated": None,
-        "residual": torch.zeros(20, 64),
-        "scale": 1.0,
-        "arrived": arrived,
-    }
-    for late in (False, True):
+    rows, cut, nothing = (
+        AdapterRows(torch.arange(20) % 4),
+        Cut(32, splits, 1),
+        {"norm": None, "gated": None, "scale": 1.0},
+    )
+    given: dict[str, Any] = {"cut": cut, "arrived": arrived, "residual": None, **nothing}
+    with early_starts() as found:
+        streamed(x, weight, None, **given)
+    assert not found.faults and not found.early
+    for before in (True, False):
         with early_starts() as found:
-            streamed(x, weight, None, cut=Cut(32, 1, 1), late=late, **given)
-        assert not found.faults and found.early.get("_streamed_kernel", 0) == late
+            if before:
+                sums = sums_of_splits(x, weight, cut, gated=False, beside=0)
+            added = ahead(x, None, table, rows)
+            if not before:
+                sums = sums_of_splits(x, weight, cut, gated=False, beside=0)
+            streamed(x, weight, None, added=added, sums=sums, **given)
+        assert found.faults == (set() if before or splits == 1 else {"_streamed_kernel writes before its turn"})
+        assert found.early["_streamed_kernel"] == 1
+    if splits > 1:
+        with pytest.raises(AssertionError, match="may still be read"):
+            streamed(x, weight, None, added=added, **given)

@@ -44,15 +44,13 @@ from stoker.kernels.triton_ops import TRITON, measured
 OF_WAY = {
     "after": Streamed(0),
     "around": Streamed(0),
-    "shrink ahead": Streamed(SHRINK_SHARED, late=True),
     "beside": Streamed(SHRINK_SHARED),
     "ahead": Streamed(AHEAD_SHARED[0], ahead=True),
 }
 
 
-@pytest.mark.parametrize("way", ["beside", "shrink ahead"])
-def test_a_projection_leaves_room_for_the_shrink(way: str, times: dict[str, float], products: list[Streamed]) -> None:
-    times[way] = 3.0
+def test_a_projection_leaves_room_for_the_shrink(times: dict[str, float], products: list[Streamed]) -> None:
+    times["beside"] = 3.0
     half: dict[str, Any] = {"dtype": torch.float16}
     for table, given in (
         (table_of(), {}),
@@ -65,7 +63,7 @@ def test_a_projection_leaves_room_for_the_shrink(way: str, times: dict[str, floa
         (table_of(), half),
     ):
         run(MeasuredLinear(), table, **given)
-        assert products[-1] == OF_WAY[way]
+        assert products[-1] == OF_WAY["beside"]
     products.clear()
     run(MeasuredLinear(), table_of(), tokens=4)
     run(MeasuredLinear(), table_of(), tokens=600)
@@ -93,9 +91,8 @@ def test_what_is_measured_with_adapters(
         ({"after": 5, "beside": 4, "ahead": 6}, 8, 9, 32),
         ({"after": 5, "beside": 4, "ahead": 6}, 3, 2, 64),
         ({"after": 5, "beside": 4, "ahead": 3}, 3, 2, 64),
-        ({"shrink ahead": 2, "after": 5, "beside": 4, "ahead": 3}, 3, 2, 64),
     ):
-        taken = {"around": 10, "shrink ahead": 11, **taken}
+        taken = {"around": 10, **taken}
         times.update({few: of_few, many: of_many, "streamed": 20.0, **taken})
         linear, arguments = MeasuredLinear(), make_linear(40, 128, 304, "", torch.float32)
         table = table_of(128, ranks=FIT)
@@ -114,7 +111,7 @@ def test_what_is_measured_with_adapters(
         said = [f"{full} {taken[name]:.1f} us" for name in order for full in names.get(name, [name])]
         assert linear.chosen["48 x 128 x 304, adapters"] == " < ".join(said)
         products.clear()
-        times["beside"] = times["ahead"] = times["shrink ahead"] = 0.0 if wanted is None else 99.0
+        times["beside"] = times["ahead"] = 0.0 if wanted is None else 99.0
         call()
         assert products == [OF_WAY[order[0]]]
         table.put(0, 5, LoraWeights(randn(40, 304), randn(128, 40), 1.0))
@@ -189,7 +186,7 @@ def test_an_adapter_with_a_gain_is_another_kind_of_table() -> None:
 
 
 @pytest.mark.parametrize("fault", ["wrong", "fails"])
-@pytest.mark.parametrize("way", ["beside", "shrink ahead", "ahead"])
+@pytest.mark.parametrize("way", ["beside", "ahead"])
 def test_one_that_is_wrong_then_is_not_used(
     way: str,
     fault: str,
@@ -197,11 +194,11 @@ def test_one_that_is_wrong_then_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def broken(*arguments: Any, beside: int = 0, added: Any = None, late: bool = False, **options: Any) -> Tensor:
-        is_it = Streamed(beside, added is not None, late) == OF_WAY[way]
+    def broken(*arguments: Any, beside: int = 0, added: Any = None, **options: Any) -> Tensor:
+        is_it = Streamed(beside, added is not None) == OF_WAY[way]
         if is_it and fault == "fails":
             raise torch.OutOfMemoryError("no memory left")
-        return streamed(*arguments, added=added, late=late, **options) + 1.0 * is_it
+        return streamed(*arguments, beside=beside, added=added, **options) + 1.0 * is_it
 
     monkeypatch.setattr(linear_measured, "streamed", broken)
     times[way] = 1.0
@@ -223,7 +220,7 @@ def test_nothing_is_measured_while_a_step_is_captured(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretends to be a device")
-@pytest.mark.parametrize("way", ["beside", "around", "shrink ahead", "ahead"])
+@pytest.mark.parametrize("way", ["beside", "around", "ahead"])
 def test_an_engine_whose_products_leave_room_has_the_log_probabilities_of_peft(
     way: str, times: dict[str, float], products: list[Streamed]
 ) -> None:
@@ -287,7 +284,7 @@ def test_an_adapter_with_biases_comes_into_the_slot_of_one_without(times: dict[s
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", ["beside", "around", "shrink ahead", "ahead"])
+@pytest.mark.parametrize("way", ["beside", "around", "ahead"])
 @pytest.mark.parametrize("tokens", [16, 40, 128])
 def test_what_begins_beside_the_kernel_before_sees_all_that_was_written(
     tokens: int, way: str, monkeypatch: pytest.MonkeyPatch
@@ -307,7 +304,6 @@ def test_what_begins_beside_the_kernel_before_sees_all_that_was_written(
             "ahead": partial(linear._ahead, cut, AHEAD_SHARED[0]),
             "beside": partial(linear._beside, cut),
             "around": linear._around,
-            "shrink ahead": partial(linear._shrink_ahead, cut),
         }
         return ways[way](adapted)
 
