@@ -84,8 +84,7 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
     # An expand's threads bring a shrink's splits together and add them: none of them waits for another one's sum.
     expands = [m for m in made if m["kernel"] in ("expand_kernel", "expand_gated_kernel")]
     assert max(m["barriers"] for m in expands) < 30
-    assert not any("f32" in tensor for m in expands for tensor in m["sums"] if tensor.count("x") > 1), (
-        "by the compiler, in any order"
-    )
+    # Deterministic ones, of few tokens and many, whatever the highest rank: in an order that the code gives, and not the compiler.
+    assert not any("f32" in tensor for m in expands[:2] for tensor in m["sums"])
     # What a gated one multiplies is on its way before its turn, where it lies row after row.
     assert {m["fetches"] > 0 for m in expands if m["kernel"] == "expand_gated_kernel"} == {True, False}
