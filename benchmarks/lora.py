@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 
-from stoker.benchmarks import ceilings, command, gate
+from stoker.benchmarks import ceilings, command, gate, sweeps
 from stoker.benchmarks.workloads import (
     LLAMA_1B,
     QWEN_7B,
@@ -32,7 +32,7 @@ from stoker.benchmarks.workloads import (
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 RANK = 16
-CONTEXT, STEPS, MOST_REPEATS = 512, 64, 3  # of decode steps alone
+CONTEXT, MOST_REPEATS = 512, 3  # of decode steps alone
 
 Ways: TypeAlias = dict[str, str | Sequence[str | None] | None]
 
@@ -123,20 +123,15 @@ def ways(rows: int, adapters: int, samples: int = 1) -> Ways:
 
 
 def steps(engine: RolloutEngine, scenario: Scenario, device: str) -> Iterator[dict[str, Any]]:
-    """A decode step of each batch: what a long rollout of cached prompts takes longer than a short one."""
+    """A decode step of each batch."""
     repeats = min(scenario.repeats, MOST_REPEATS)
     for batch in scenario.batches:
         prompts = random_prompts(scenario.spec, batch, CONTEXT, f"{batch}/adapters")
-        compared = ways(batch, scenario.adapters)
-
-        def took(tokens: int, name: str, prompts: Any = prompts, compared: Ways = compared) -> float:
-            params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-            return ceilings.timed(lambda: engine.generate_batch(prompts, params, adapter=compared[name]), device)
-
         seconds: dict[str, list[float]] = {}
-        for name in compared:  # one after the other: the prefix cache may not hold the prompts of all
-            took(1 + STEPS, name)  # fills it, and captures what there is to capture
-            seconds[name] = [(took(1 + STEPS, name) - took(1, name)) / STEPS for _ in range(repeats)]
+        # One after the other: the prefix cache may not hold the prompts of all.
+        for name, adapter in ways(batch, scenario.adapters).items():
+            by_row = [adapter] * batch if adapter is None or isinstance(adapter, str) else adapter
+            seconds[name] = sweeps.step_seconds(engine, prompts, device, repeats, by_row)
         step_s = {name: statistics.median(times) for name, times in seconds.items()}
         yield {
             "batch": batch,
@@ -249,7 +244,7 @@ def compare(scenario: Scenario, device: str) -> Iterator[dict[str, Any]]:
     model = build(scenario.spec, device, scenario.adapters, wide=scenario.wide)
     config = EngineConfig(
         max_num_seqs=max((scenario.workload.slots, *scenario.batches)),
-        max_model_len=max(scenario.workload.max_len, CONTEXT + 1 + STEPS),
+        max_model_len=max(scenario.workload.max_len, CONTEXT + sweeps.TOKENS),
         max_loras=scenario.adapters,
     )
     with RolloutEngine(model, config=config) as engine:

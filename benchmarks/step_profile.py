@@ -20,7 +20,7 @@ from typing import Any
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from stoker.benchmarks import ceilings, command
+from stoker.benchmarks import ceilings, command, sweeps
 from stoker.benchmarks.workloads import HYBRID_2B, LLAMA_1B, QWEN_7B, SMALL, TOY, TOY_HYBRID, dtype_of, random_prompts
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
@@ -87,22 +87,14 @@ def measure(name: str, device: str, batch: int, context: int, steps: int, adapte
     else:
         model = spec.build(device, dtype_of(device))
     prompts = random_prompts(spec, batch, context, seed="0")
-    most = steps + 2 * EngineConfig().decode_window  # two windows may be under way before the first is read
+    most = steps + 2 * EngineConfig().decode_window  # as in ``sweeps``
     params = SamplingParams(max_tokens=most, ignore_eos=True)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     config = EngineConfig(max_num_seqs=batch, max_model_len=context + most, max_loras=max(adapters, 1))
     with RolloutEngine(model, config=config) as engine:
         for _ in range(2):
             engine.generate_batch(prompts, params, adapter=by_row)  # compiles, captures, fills the prefix cache
-        handles = [
-            engine.submit(prompt, params, adapter=adapter)
-            for prompt, adapter in zip(prompts, by_row or [None] * batch, strict=True)
-        ]
-        engine.wait(handles, share=0, timeout=0)
-        while any(not h._requests[0].num_output for h in handles):
-            engine.wait(handles, timeout=0)  # until every prompt is through
-        requests = [handle._requests[0] for handle in handles]
-        before = sum(r.num_output + r.pending for r in requests)  # pending: of steps that were launched
+        handles, before = sweeps.begun(engine, prompts, params, by_row)
         ceilings.synchronize(device)
         with profile(activities=activities) as trace:
             start = time.perf_counter()

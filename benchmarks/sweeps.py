@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from stoker.benchmarks import ceilings
 from stoker.benchmarks.footprint import room
 from stoker.benchmarks.workloads import ModelSpec, dtype_of, random_prompts
-from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+from stoker.rollout import EngineConfig, RolloutEngine, RolloutHandle, SamplingParams
 
-STEPS = 64
+TOKENS = 80  # of each request: with windows of 8 steps, at least 64 of them are timed
 _MOST_KV_BYTES = 40 * 2**30
 _REPEATS = 3
 _STOP = 5  # an id that ends nothing: where it is named, it may not come
@@ -43,10 +43,38 @@ def _alike(**settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return settings, settings
 
 
-def _seconds(engine: RolloutEngine, prompts: list[list[int]], tokens: int, **settings: Any) -> float:
-    start = time.perf_counter()
-    engine.generate_batch(prompts, SamplingParams(max_tokens=tokens, **({"ignore_eos": True} | settings)))
-    return time.perf_counter() - start
+def begun(
+    engine: RolloutEngine,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    adapters: Sequence[str | None] | None = None,
+) -> tuple[list[RolloutHandle], int]:
+    """Requests all of whose prompts are through, and how many tokens they have, with those that the device still samples."""
+    by_row = adapters or [None] * len(prompts)
+    handles = [engine.submit(prompt, params, adapter=name) for prompt, name in zip(prompts, by_row, strict=True)]
+    engine.wait(handles, share=0, timeout=0)
+    while any(not h._requests[0].num_output for h in handles):
+        engine.wait(handles, timeout=0)
+    return handles, sum(r.num_output + r.pending for h in handles for r in h._requests)
+
+
+def step_seconds(
+    engine: RolloutEngine,
+    prompts: Sequence[list[int]],
+    device: str,
+    repeats: int,
+    adapters: Sequence[str | None] | None = None,
+    **settings: Any,
+) -> list[float]:
+    """Of one decode step, in each repeat: from when all prompts are through to the end of all."""
+    params, times = SamplingParams(**({"max_tokens": TOKENS, "ignore_eos": True} | settings)), []
+    engine.generate_batch(list(prompts), params, adapter=adapters)  # fills caches, captures what there is to capture
+    for _ in range(repeats):
+        handles, before = begun(engine, prompts, params, adapters)
+        took = ceilings.seconds(partial(engine.wait, handles), device)
+        tokens = sum(len(handle.result().completions[0].token_ids) for handle in handles) - before
+        times.append(took * len(prompts) / tokens)
+    return times
 
 
 def _seconds_of_generate(model: PreTrainedModel, prompts: Tensor, tokens: int, **settings: Any) -> float:
@@ -62,16 +90,16 @@ def sampling(spec: ModelSpec, device: str, batches: Sequence[int], context: int 
     """A decode step of each batch with each of ``SAMPLING``, of the engine and of ``model.generate``."""
     dtype = dtype_of(device)
     model = spec.build(device, dtype)
-    memory = max(batches) * (context + 2 * STEPS) * ceilings.kv_token_bytes(spec.config, dtype)
-    config = EngineConfig(max_num_seqs=max(batches), max_model_len=context + 2 * STEPS, kv_cache_memory=memory)
+    memory = max(batches) * (context + TOKENS) * ceilings.kv_token_bytes(spec.config, dtype)
+    config = EngineConfig(max_num_seqs=max(batches), max_model_len=context + TOKENS, kv_cache_memory=memory)
 
-    def step_s(seconds: Callable[..., float], which: int, name: str, steps: int) -> list[float]:
+    def of_generate(prompts: Tensor, name: str, steps: int) -> list[float]:
         """Of every repeat: what a long rollout takes longer than a short one."""
 
         def one(tokens: int) -> float:
-            return seconds(tokens, **SAMPLING[name](tokens)[which])
+            return _seconds_of_generate(model, prompts, tokens, **SAMPLING[name](tokens)[1])
 
-        one(1 + steps)  # fills caches, and captures what there is to capture
+        one(1 + steps)
         return [(one(1 + steps) - one(1)) / steps for _ in range(_REPEATS)]
 
     with RolloutEngine(model, config=config) as engine:
@@ -80,8 +108,8 @@ def sampling(spec: ModelSpec, device: str, batches: Sequence[int], context: int 
             ids = torch.tensor(prompts, device=device)
             plain_s = None
             for name in SAMPLING:
-                own = step_s(partial(_seconds, engine, prompts), 0, name, STEPS)
-                others = step_s(partial(_seconds_of_generate, model, ids), 1, name, max(STEPS // 4, 1))
+                own = step_seconds(engine, prompts, device, _REPEATS, **SAMPLING[name](TOKENS)[0])
+                others = of_generate(ids, name, max(TOKENS // 5, 1))
                 own_s, others_s = statistics.median(own), statistics.median(others)
                 plain_s = plain_s or own_s
                 yield {
@@ -107,7 +135,7 @@ def decode(
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
     quantization: Literal["fp8"] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Steps of ``points``, each a batch and a context: the difference of a long and a short rollout of cached prompts.
+    """Steps of ``points``, each a batch and a context.
 
     No point is begun after ``budget_s`` seconds, and none whose KV cache is beyond any reason, or the device. Each is
     given as soon as it is known.
@@ -118,14 +146,14 @@ def decode(
     model = spec.build(device, dtype)
     rounded = sum(p.nbytes for p in model.parameters()) // 2 if quantization else 0
     most = room(device, _MOST_KV_BYTES, besides=rounded)
-    fitting = [(b, c) for b, c in points if b * (c + 2 * STEPS) * token_bytes <= most]
+    fitting = [(b, c) for b, c in points if b * (c + TOKENS) * token_bytes <= most]
     if not fitting:
         raise MemoryError(f"none of {len(points)} points fits into {most / 1e9:.1f} GB")
     batches = [batch for batch, _ in fitting]
     config = EngineConfig(
         max_num_seqs=max(batches),
-        max_model_len=max(context for _, context in fitting) + 2 * STEPS,
-        kv_cache_memory=max(b * (c + 2 * STEPS) for b, c in fitting) * token_bytes,
+        max_model_len=max(context for _, context in fitting) + TOKENS,
+        kv_cache_memory=max(b * (c + TOKENS) for b, c in fitting) * token_bytes,
         kv_cache_dtype=kv_cache_dtype,
         quantization=quantization,
         deterministic=deterministic,
@@ -141,10 +169,9 @@ def decode(
                 break
             prompts = random_prompts(spec, batch, context, f"{batch}/{context}")
             engine.update_weights()  # empties the prefix cache
-            _seconds(engine, prompts, 1 + STEPS)  # fills it, and captures what there is to capture
-            times = [_seconds(engine, prompts, 1 + STEPS) - _seconds(engine, prompts, 1) for _ in range(_REPEATS)]
-            step_s = statistics.median(times) / STEPS
-            best_s = ceiling.step_s(batch, batch * (context + STEPS // 2))
+            times = step_seconds(engine, prompts, device, _REPEATS)
+            step_s = statistics.median(times)
+            best_s = ceiling.step_s(batch, batch * (context + TOKENS // 2))
             yield {
                 "model": spec.name,
                 "deterministic": deterministic,
@@ -153,7 +180,7 @@ def decode(
                 "batch": batch,
                 "context": context,
                 "step_ms": step_s * 1e3,
-                "range_ms": [min(times) / STEPS * 1e3, max(times) / STEPS * 1e3],
+                "range_ms": [min(times) * 1e3, max(times) * 1e3],
                 "ceiling_ms": best_s * 1e3,
                 "tokens_per_s": batch / step_s,
                 "of_ceiling": best_s / step_s,

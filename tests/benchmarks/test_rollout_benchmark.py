@@ -134,8 +134,8 @@ def test_decode_points_that_need_too_much_memory_are_left_out(monkeypatch: pytes
     token_bytes = kv_token_bytes(TOY.config, torch.float32)
     # Nothing here is about how long anything takes.
     monkeypatch.setattr(ceilings, "best_time", lambda call, device, _=0: best_time(call, device, 0))
-    monkeypatch.setattr(sweeps, "STEPS", 8)
-    monkeypatch.setattr(sweeps, "_MOST_KV_BYTES", 8 * (16 + 2 * sweeps.STEPS) * token_bytes)
+    monkeypatch.setattr(sweeps, "TOKENS", 24)
+    monkeypatch.setattr(sweeps, "_MOST_KV_BYTES", 8 * (16 + sweeps.TOKENS) * token_bytes)
     monkeypatch.setattr(sweeps, "_REPEATS", 1)
     points = ((2, 16), (9, 16), (8, 16), (1, 32))
     found = list(sweeps.decode(TOY, "cpu", points, float("inf")))
