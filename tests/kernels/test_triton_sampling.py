@@ -137,6 +137,27 @@ def test_tokens_of_a_large_vocabulary(dtype: torch.dtype) -> None:
     check_sample(BIG, dtype, rows=33)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_has_the_same_bits_however_many_splits_a_program_takes(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which depends on how many rows there are: one at a time, some with one left for the last, or all."""
+    vocab, given = 4 * SPLIT + 200, torch.arange(3, device=DEVICE)
+    logits, noise = torch.randn(3, vocab, device=DEVICE).to(dtype), TRITON.gumbel_noise(*numbers(3), vocab)
+    found = []
+    for each in (1, 2, 9):
+        monkeypatch.setattr(sampling, "_splits_each", lambda *_, each=each: each)
+        results = [*TRITON.sample(logits, ones(3), given == 1, noise), *TRITON.score_tokens(logits, ones(3), given)]
+        found.append(torch.stack([result.double() for result in results]))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    monkeypatch.undo()
+    assert [sampling._splits_each(rows, 126, torch.device("cpu")) for rows in (1, 3, 2**17)] == [
+        2,
+        4,
+        sampling._MOST_EACH,
+    ]
+
+
 def test_tokens_follow_the_softmax() -> None:
     vocab, rows = 200, 20_000 if DEVICE == "cuda" else 100  # few where each takes the interpreter milliseconds
     logits = torch.full((vocab,), -9.0, device=DEVICE)
