@@ -21,7 +21,7 @@ LOGPROBS_MODES = ("scaled", "raw", "processed")
 class SamplingRows:
     """Sampling parameters of R rows, on the device; and on the host, which of them any row uses."""
 
-    temperature: Tensor  # fp32 [R]; 1 where greedy
+    inverse_temperature: Tensor  # fp32 [R]; 1 where greedy
     greedy: Tensor  # bool [R]
     top_k: Tensor  # int64 [R]
     top_p: Tensor  # fp32 [R]
@@ -130,7 +130,7 @@ class Sampler:
         return SamplerOutput(*map(torch.cat, zip(*parts, strict=True)))
 
     def _sample(self, logits: Tensor, rows: SamplingRows, positions: Tensor, noise: Tensor | None) -> SamplerOutput:
-        inverse = rows.temperature.reciprocal()
+        inverse = rows.inverse_temperature
         # Every tensor here costs a kernel in every step, so make only what some row asks for.
         one = torch.ones_like(inverse) if rows.any_truncated or rows.modes != (0,) else inverse
         processed, processed_inverse = logits, inverse

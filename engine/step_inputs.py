@@ -32,7 +32,7 @@ class StepInputs:
     """Sampling parameters by slot on the host, written at admission, and static device buffers, filled by each plan."""
 
     _FIELDS = (
-        ("temperature", np.float32),
+        ("inverse_temperature", np.float32),
         ("greedy", np.bool_),
         ("top_k", np.int64),
         ("top_p", np.float32),
@@ -76,7 +76,7 @@ class StepInputs:
         self._host: dict[str, NDArray[Any]] = {
             name: np.zeros(max_num_seqs + 1, dtype=kind) for name, kind in self._FIELDS
         }
-        for name in ("temperature", "top_p", "repetition"):
+        for name in ("inverse_temperature", "top_p", "repetition"):
             self._host[name][:] = 1
         self._host["greedy"][:] = True
         # Lists, each padded with its last entry; an empty list of stop ids holds an id that no token has.
@@ -292,7 +292,7 @@ class StepInputs:
 
     def _write_slot(self, request: Request) -> None:
         spec, slot, host = request.spec, request.slot, self._host
-        host["temperature"][slot] = spec.temperature or 1.0
+        host["inverse_temperature"][slot] = np.float32(1) / np.float32(spec.temperature or 1)
         host["greedy"][slot] = spec.temperature == 0.0
         host["top_k"][slot], host["top_p"][slot], host["min_p"][slot] = spec.top_k, spec.top_p, spec.min_p
         host["repetition"][slot] = spec.repetition_penalty

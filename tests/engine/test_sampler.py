@@ -42,9 +42,10 @@ def make_rows(*requests: dict[str, Any], top_logprobs: int = 0) -> SamplingRows:
     """Rows of these requests, and the flags as the engine sets them: what any row needs."""
     full = [DEFAULTS | r for r in requests]
     width = max(len(r["stops"]) for r in full)
-    names = ("temperature", "greedy", "top_k", "top_p", "min_p", "repetition", "presence", "frequency", "seed")
+    names = ("greedy", "top_k", "top_p", "min_p", "repetition", "presence", "frequency", "seed")
     return SamplingRows(
         **{name: torch.tensor([r[name] for r in full]) for name in (*names, "sample_index", "first_stop", "mode")},
+        inverse_temperature=1 / torch.tensor([r["temperature"] for r in full]),
         stop_ids=torch.tensor([[*r["stops"], *[VOCAB] * (width - len(r["stops"]))] for r in full], dtype=torch.long),
         biased=torch.tensor([([*r["bias"]] or [0]) * (2 // max(len(r["bias"]), 1)) for r in full]),
         bias=torch.tensor([([*r["bias"].values()] or [0.0]) * (2 // max(len(r["bias"]), 1)) for r in full]),
