@@ -44,7 +44,8 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error(f"argument --device: torch {torch.__version__} sees no CUDA device here")
     for name in ("threads", "batch", "context", "steps"):
-        if getattr(args, name, 1) < 1:
+        given = getattr(args, name, 1)
+        if min(given if isinstance(given, list) else [given]) < 1:
             parser.error(f"argument --{name}: it has to be at least 1")
     if args.output is not None:
         try:
@@ -68,11 +69,11 @@ class Results:
     def __init__(self, name: str, args: argparse.Namespace, **configuration: Any) -> None:
         """Sets the threads, too. configuration: beside that of ``flags``."""
         torch.set_num_threads(args.threads)
-        environment = _environment(args.device)
-        if (environment["load_average"] or 0) > 0.5:
-            print(f"the machine is busy (load average {environment['load_average']:.1f})", file=sys.stderr)
+        machine = environment(args.device)
+        if (machine["load_average"] or 0) > 0.5:
+            print(f"the machine is busy (load average {machine['load_average']:.1f})", file=sys.stderr)
         self.found: dict[str, Any] = {
-            "environment": environment,
+            "environment": machine,
             "configuration": {"quick": args.quick, "only": args.only, **configuration},
         }
         self.path: Path = args.output / f"{name}-{args.device}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
@@ -158,7 +159,7 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first}"[:300]
 
 
-def _environment(device: str) -> dict[str, Any]:
+def environment(device: str) -> dict[str, Any]:
     found = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device,

@@ -13,7 +13,7 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,11 +98,10 @@ def parts(
         return of(spec, Part("sampling", needs_s, lambda: sweeps.sampling(spec, device, batches)))
 
     def steps(spec: ModelSpec, batches: Sequence[int], context: int, needs_s: float = 0) -> list[Part]:
-        def measure() -> Iterator[dict[str, Any]]:
-            count = 16 if quick else 64
-            return (step_profile.measure(spec.name, device, batch, context, count) for batch in batches)
-
-        return of(spec, Part("profiles", needs_s, measure))
+        count = 16 if quick else 64
+        return of(
+            spec, Part("profiles", needs_s, lambda: step_profile.measure(spec.name, device, batches, context, count))
+        )
 
     def start_up(spec: ModelSpec, needs_s: float = 0) -> list[Part]:
         return of(spec, Part("start_up", needs_s, lambda: {spec.name: phases.start_up(spec.name, device, limit_s=60)}))

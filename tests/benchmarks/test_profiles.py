@@ -34,9 +34,14 @@ def test_a_profile_s_steps_are_those_it_saw(
             traces.append(self)
 
     monkeypatch.setattr(step_profile, "profile", Kept)
-    found = step_profile.measure(spec.name, "cpu", 4, 16, 12, adapters)
-    assert found["adapters"] == adapters
-    assert found["steps"] == sum(event.name == "aten::embedding" for event in traces[0].events()) >= 12
+    found = list(step_profile.measure(spec.name, "cpu", [4, 2], 16, 12, adapters))
+    of_each = [0, adapters] if adapters else [0]
+    assert [(each["batch"], each["adapters"]) for each in found] == [(batch, n) for batch in (4, 2) for n in of_each]
+    for each, trace in zip(found, traces, strict=True):
+        assert each["steps"] == sum(event.name == "aten::embedding" for event in trace.events()) >= 12
+        assert each["largest"].get("aten::embedding", {"count": 1})["count"] == 1
+        assert sum(each["parts_us"].values()) == pytest.approx(each["step_us"], rel=0.02)
+        assert any(name in line for name in each["largest"] for line in step_profile.table(each))
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
@@ -50,7 +55,7 @@ def test_a_profile_without_kernels_is_none(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(ceilings, "synchronize", lambda device: None)
     monkeypatch.setattr(ceilings, "measure", lambda *_, **__: None)
     with pytest.raises(RuntimeError, match="saw no kernels"):
-        step_profile.measure("toy", "cuda", 2, 8, 4)
+        list(step_profile.measure("toy", "cuda", [2], 8, 4))
 
 
 def test_waiting_for_the_device_is_no_time_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
