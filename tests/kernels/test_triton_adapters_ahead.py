@@ -37,7 +37,7 @@ from stoker.kernels.reference.norm_rotary import Activation
 def test_adapters_ahead_of_a_product(
     copied: bool, times: dict[str, float], products: list[Streamed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the shrink's depth has several splits, or the product's; of few rows; of one slot; where programs have several
+    """Also where the shrink's depth has several splits; of few rows; of one slot; where programs have several
     blocks of columns; and on a chip whose threads ask for tiles."""
     if not copied:
         monkeypatch.setattr(launch, "copies_tiles", lambda device: False)
@@ -62,6 +62,21 @@ def test_adapters_ahead_of_a_product(
         assert products[-1] == Streamed(AHEAD_SHARED[0], ahead=True) and not any(
             counted.any() for counted in linear._arrived.values()
         )
+
+
+def test_adapters_ahead_of_a_product_of_several_splits(
+    times: dict[str, float], products: list[Streamed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where there are more multiprocessors than tiles: sums are exchanged before the product's turn."""
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 8)
+    times["ahead"] = 1.0
+    for tokens, options in ((20, "br"), (40, "")):
+        linear = MeasuredLinear()
+        for _ in range(2):
+            run(linear, table_of(ranks=FIT, depth=2112), tokens=tokens, options=options, depth=2112)
+        fastest = next(found for name, found in linear.chosen.items() if name.endswith("adapters"))
+        assert fastest.startswith("ahead") and " 1 splits" not in fastest and products[-1].ahead
+        assert len(linear._arrived) > 1 and not any(counted.any() for counted in linear._arrived.values())
 
 
 def test_ways_that_threads_launch_at_once_count_their_splits_apart(
