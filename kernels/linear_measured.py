@@ -77,7 +77,7 @@ class MeasuredLinear:
         self.chosen: dict[str, str] = {}
         self._ways: dict[tuple[Any, ...], _Found] = {}
         self._with_adapters: dict[tuple[Any, ...], Callable[[_Adapted], Tensor] | None] = {}
-        self._arrived: dict[torch.device, Tensor] = {}
+        self._arrived: dict[tuple[torch.device, Cut | None, int], Tensor] = {}
 
     def __call__(
         self,
@@ -143,8 +143,8 @@ class MeasuredLinear:
     def _ahead(self, cut: Cut, room: int, given: _Adapted) -> Tensor:
         given = _described(given)
         sums = sums_of_splits(given.x, given.weight, cut, gated=given.gated is not None, beside=room)
+        options = given.options | {"residual": None, "arrived": self._arrived_on(given.x.device, cut, room)}
         added = ahead(given.x, given.options["residual"], given.table, given.rows)
-        options = given.options | {"residual": None}
         return self._streamed(cut, room, given, gated=given.gated, added=added, sums=sums, **options)
 
     def _streamed(self, cut: Cut, room: int, given: _Adapted, **options: Any) -> Tensor:
@@ -155,7 +155,7 @@ class MeasuredLinear:
             "beside": room,
             "arrived": self._arrived_on(given.x.device),
         }
-        return streamed(given.x, given.weight, given.bias, cut=cut, **settings, **options)
+        return streamed(given.x, given.weight, given.bias, cut=cut, **settings | options)
 
     @staticmethod
     def _has_ways(x: Tensor, weight: Tensor, residual: Tensor | None, most: int = MOST_ROWS) -> bool:
@@ -276,14 +276,16 @@ class MeasuredLinear:
             others["skinny"] = skinny
         return others
 
-    def _arrived_on(self, device: torch.device) -> Tensor:
+    def _arrived_on(self, device: torch.device, cut: Cut | None = None, room: int = 0) -> Tensor:
         """Zeros that splits of a product are counted by.
 
-        Only products of several splits count, and these have fewer tiles than there are multiprocessors.
+        Only products of several splits count, and these have fewer tiles than there are multiprocessors. cut, room: of a product that
+        adapters run ahead of, which counts before its turn: where threads launch what is measured, right behind any other product.
         """
-        if device not in self._arrived:
-            self._arrived[device] = torch.zeros(launch.multiprocessors(device), dtype=torch.int32, device=device)
-        return self._arrived[device]
+        key = device, cut, room
+        if key not in self._arrived:
+            self._arrived[key] = torch.zeros(launch.multiprocessors(device), dtype=torch.int32, device=device)
+        return self._arrived[key]
 
 
 def by_time(

@@ -54,7 +54,7 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
     # The chip copies the tiles of a streamed weight by itself, and multiplies them where they then are.
     streamed = [m for m in made if m["kernel"] == "_streamed_kernel"]
     assert all(m["tiles_copied"] and m["tensor_cores"] for m in streamed)
-    # Only those that adapters, or their shrink, run ahead of read x before their turn.
+    # Only those that adapters run ahead of read x before their turn.
     assert all(m["late"] == ("cp.async.bulk.tensor" in m["before"]) for m in streamed)
     assert {m["late"] for m in streamed if "st.global" in m["before"]} == {True}
     # Numbers of fp8 are made bf16 two at a time; what is cast one by one are outputs.

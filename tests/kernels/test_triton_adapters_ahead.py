@@ -21,10 +21,13 @@ from adapted_linears import (
 )
 from linears import make_linear
 from lora_oracle import NUM_SLOTS
+from torch import Tensor
 from triton_oracle import DEVICE, assert_close, randn, unwritten_is_nan  # noqa: F401
 
-from stoker.kernels import launch, lora_ahead
+from stoker.kernels import launch, linear_measured, lora_ahead
+from stoker.kernels.linear_cuts import Cut
 from stoker.kernels.linear_measured import MeasuredLinear
+from stoker.kernels.linear_streamed import streamed
 from stoker.kernels.lora import AHEAD_SHARED, lora
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Activation
@@ -34,7 +37,7 @@ from stoker.kernels.reference.norm_rotary import Activation
 def test_adapters_ahead_of_a_product(
     copied: bool, times: dict[str, float], products: list[Streamed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the shrink's depth has several splits, or the product's; of few rows; of one slot; where programs have several
+    """Also where the shrink's depth has several splits; of few rows; of one slot; where programs have several
     blocks of columns; and on a chip whose threads ask for tiles."""
     if not copied:
         monkeypatch.setattr(launch, "copies_tiles", lambda device: False)
@@ -59,6 +62,37 @@ def test_adapters_ahead_of_a_product(
         assert products[-1] == Streamed(AHEAD_SHARED[0], ahead=True) and not any(
             counted.any() for counted in linear._arrived.values()
         )
+
+
+def test_adapters_ahead_of_a_product_of_several_splits(
+    times: dict[str, float], products: list[Streamed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where there are more multiprocessors than tiles: sums are exchanged before the product's turn."""
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 8)
+    times["ahead"] = 1.0
+    for tokens, options in ((20, "br"), (40, "")):
+        linear = MeasuredLinear()
+        for _ in range(2):
+            run(linear, table_of(ranks=FIT, depth=2112), tokens=tokens, options=options, depth=2112)
+        fastest = next(found for name, found in linear.chosen.items() if name.endswith("adapters"))
+        assert fastest.startswith("ahead") and " 1 splits" not in fastest and products[-1].ahead
+        assert len(linear._arrived) > 1 and not any(counted.any() for counted in linear._arrived.values())
+
+
+def test_ways_that_threads_launch_at_once_count_their_splits_apart(
+    times: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that adapters run ahead of counts before its turn, perhaps while a product that another thread launched still does."""
+    counted: dict[int, set[str]] = {}
+
+    def noted(*arguments: Any, cut: Cut, arrived: Tensor, beside: int = 0, added: Any = None, **options: Any) -> Tensor:
+        counted.setdefault(arrived.data_ptr(), set()).add("in turn" if added is None else f"{cut} {beside}")
+        return streamed(*arguments, cut=cut, arrived=arrived, beside=beside, added=added, **options)
+
+    monkeypatch.setattr(linear_measured, "streamed", noted)
+    linear = MeasuredLinear()
+    run(linear, table_of(ranks=FIT))
+    assert len(counted) >= 1 + len(AHEAD_SHARED) and all(len(ways) == 1 for ways in counted.values())
 
 
 def test_a_row_without_an_adapter_is_as_a_product_by_itself_leaves_it(times: dict[str, float]) -> None:

@@ -201,18 +201,19 @@ def test_an_adapter_of_nan_fails_its_own_tokens_and_no_others(ops: str, which: s
         assert torch.equal(after[(slots == 0) | (slots == 3)], out[(slots == 0) | (slots == 3)])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ops", OPS)
-def test_an_input_that_was_just_written(ops: str) -> None:
+def test_an_input_that_was_just_written(ops: str, dtype: torch.dtype) -> None:
     """After the output, say, by whom it may be copied; which the shrink then waits for."""
-    table, slots = make_table([24], 64, {1: 4, 2: 7}, torch.float32), torch.tensor([1, 0, 2, 2], device=DEVICE)
+    table, slots = make_table([24], 64, {1: 4, 2: 7}, dtype), torch.tensor([1, 0, 2, 2], device=DEVICE)
     rows = AdapterRows(slots)
     for _ in range(3):
-        norm = randn(64), 1e-6
-        x, out = randn(4, 64), randn(4, 24)
+        norm = randn(64, dtype=dtype), 1e-6
+        x, out = randn(4, 64, dtype=dtype), randn(4, 24, dtype=dtype)
         normed = OPS[ops].rms_norm(x, *norm)
         expected = dense(normed, out, table, slots)
         normed = OPS[ops].rms_norm(x, *norm)
-        assert_close(OPS[ops].lora(normed, out, table, rows), expected, torch.float32)
+        assert_close(OPS[ops].lora(normed, out, table, rows), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
