@@ -34,7 +34,6 @@ SHRINK_SHARED = 36 * 1024
 AHEAD_SHARED = (64 * 1024, 90 * 1024)
 _MOST_SPLITS = 256  # of one rank; of many tokens, which have more programs anyway, half as many
 _MANY = 64
-_MOST_AT_ONCE = 8192  # numbers of a matrix that four warps hold: as many as there are registers for
 _LEAST_BLOCK = 64
 _LEAST_SPAN = 512  # of a split: below it, adding its sum costs more than it saves
 _MOST_SPLITS_AHEAD = 4  # a program that reads more at a time finishes sooner beside a product
@@ -148,9 +147,8 @@ def _shrink(
         room = block_r * table.dtype.itemsize // x.itemsize  # what wider matrices take, in ranks of x's dtype
     dtype = x.dtype if rounded else table.dtype
     part = triton.cdiv(depth, splits)
-    hold = tiles.grouped and not (settled or table.strided)
-    block_k, warps, stages = _blocks_of_shrink(dtype, tiles, room, part, hold=hold, deterministic=deterministic)
-    held = hold and warps > 1 and part <= block_k
+    block_k, warps, stages = _blocks_of_shrink(dtype, tiles, room, part, deterministic=deterministic)
+    held = warps > 1 and part <= block_k and tiles.grouped and not (settled or table.strided)
     # An L4 has no room for as many stages of fp32 as an H200. A loop of n of them holds one less at a time.
     stage = block_k * (block_r * table.dtype.itemsize + tiles.height * x.itemsize)
     stages = min(stages, 1 + (launch.shared_memory(x.device) - 2 * launch.PROGRAM_SHARED) // stage)
@@ -174,7 +172,7 @@ def _shrink(
         BLOCK_K=block_k,
         WARPS=warps,
         HELD=held,
-        num_warps=max(warps, 4),
+        num_warps=4,
         num_stages=stages,
         **_settings(x, table, tiles, rank, early=not (tiles.fresh or behind), exact=not rounded),
     )
@@ -226,25 +224,26 @@ def _splits(tokens: int, depth: int, rank: int, deterministic: bool) -> int:
 
 
 def _blocks_of_shrink(
-    dtype: torch.dtype, tiles: Tiles, ranks: int, span: int, *, hold: bool, deterministic: bool
+    dtype: torch.dtype, tiles: Tiles, ranks: int, span: int, *, deterministic: bool
 ) -> tuple[int, int, int]:
-    """How much of a span a program reads at once; how many warps multiply a part of it each, in the dtype; how many stages.
-
-    All of it where there are registers for that, since each turn of a loop waits for memory.
-    """
+    """How much of a span a program reads at once; how many warps multiply a part of it each, in the dtype; how many stages."""
     wide = dtype == torch.float32
     if wide or deterministic or tiles.height != 16 or ranks > 32:
         return 64 if wide else 128, 1, 4
-    block, most = max(int(triton.next_power_of_2(span)), _LEAST_BLOCK), _MOST_AT_ONCE // ranks
-    for warps in (4, 8) if hold else (4,):
-        if block <= most * warps // 4:
-            return block, warps, 2
-    block = most
-    while (
-        block > 128 and triton.cdiv(span, block) * block > 1.2 * span
-    ):  # of which a good part would lie beyond the span
-        block //= 2
-    return block, 4, 2
+    return _block_at_once(span, ranks), 4, 2
+
+
+def _block_at_once(span: int, ranks: int) -> int:
+    """How much of a span a program reads at once: all of it if there are registers for that, as each turn of a loop waits for memory.
+
+    Else as much as there are, but no block of which a good part lies beyond the span.
+    """
+    block, most = max(int(triton.next_power_of_2(span)), _LEAST_BLOCK), 8192 // ranks
+    if block <= most:
+        return block
+    while most > 128 and triton.cdiv(span, most) * most > 1.2 * span:
+        most //= 2
+    return most
 
 
 def _settings(
