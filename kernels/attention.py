@@ -165,6 +165,7 @@ class _Launch:
             "CHUNK": visibility.chunk or 0,
             "SOFTCAP": softcap is not None,
             "SINKS": sinks is not None,
+            "SAME_PLACES": key_cache.stride() == value_cache.stride(),
             "VALUE_IS_KEY": value_is_key,
             "PRECISION": "ieee",  # of fp32; the others have one way
         }

@@ -9,23 +9,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stoker.kernels.attention_splits import row_splits, split_size, splits_together
+from stoker.kernels.attention_splits import row_runs, row_splits, split_size
 from stoker.kernels.attention_tiles import attend_tile, fold, load_query, merge, store_output, store_partial
 from stoker.kernels.launch import await_turn, fetch
 
 
 @triton.jit
 def _own_keys(lane, run, shared, share, lengths, WINDOW: tl.constexpr, CHUNK: tl.constexpr, FOLDS: tl.constexpr):
-    """Of a run of a row's own splits: their size, its first key and the one after its last, how many splits it is of at most,
-    and how many the row has."""
+    """Of a run of a row's own splits: their size, its first key and the one after its last, and how many splits are before it.
+
+    And of the row: how many splits its first run has, how many there are in all, and the number of runs.
+    """
     length = tl.load(lengths + lane).to(tl.int32)
     first, size, first_split, own_parts = row_splits(length, shared, WINDOW, CHUNK)
-    together = 1
+    runs, together = own_parts, 1
     if FOLDS:
-        together = splits_together(length - first, size, share)
-    split = first_split + run * together
-    begin = tl.maximum(split * size, first)
-    return size, begin, tl.minimum((split + together) * size, length), together, own_parts
+        runs, together = row_runs(length - first, size, own_parts, share)
+    fewer = runs * together - own_parts  # splits in the first run than in the others
+    before = tl.maximum(run * together - fewer, 0)
+    begin = tl.maximum((first_split + before) * size, first)
+    end = tl.minimum((first_split + (run + 1) * together - fewer) * size, length)
+    return size, begin, end, before, together - fewer, own_parts, runs
 
 
 @triton.jit
@@ -70,7 +74,7 @@ def _fetch_first_keys(
             shared = tl.load(prefix + lane)
         if FOLDS:
             share = tl.load(counts + 2)
-        _, begin, end, _, _ = _own_keys(lane, item % MAX_PARTS, shared, share, lengths, WINDOW, CHUNK, FOLDS)
+        _, begin, end, _, _, _, _ = _own_keys(lane, item % MAX_PARTS, shared, share, lengths, WINDOW, CHUNK, FOLDS)
         row = lane
         if not IDENTITY:
             row = tl.load(rows + lane)
@@ -136,6 +140,7 @@ def decode_kernel(
     IDENTITY: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    SAME_PLACES: tl.constexpr,
     VALUE_IS_KEY: tl.constexpr,
     WITH_LSE: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -176,20 +181,21 @@ def decode_kernel(
         if SHARED:
             shared = tl.load(prefix + lane)
             shared_parts = tl.cdiv(shared, split_size(shared))
-        together = 1
         if PREFIX:
             queries = tl.load(unit_rows + lane) * GROUP
             size = split_size(shared)
             begin = run * size
             end = tl.minimum(begin + size, shared)
             part = run
-            runs = 0
+            leading = 1
             own_parts = 0
+            runs = 0
         else:
             queries = GROUP
-            size, begin, end, together, own_parts = _own_keys(lane, run, shared, share, lengths, WINDOW, CHUNK, FOLDS)
-            part = shared_parts + run * together
-            runs = tl.cdiv(own_parts, together)
+            size, begin, end, before, leading, own_parts, runs = _own_keys(
+                lane, run, shared, share, lengths, WINDOW, CHUNK, FOLDS
+            )
+            part = shared_parts + before
 
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         real = m < queries
@@ -209,7 +215,12 @@ def decode_kernel(
         so_far_top, so_far_total, so_far_acc = top, total, acc
         blocks = table + row.to(tl.int64) * table_row
         for start in range(begin // BLOCK_N * BLOCK_N, end, BLOCK_N):
-            at = start + tl.arange(0, BLOCK_N)
+            n = tl.arange(0, BLOCK_N)
+            at = start + n
+            if BLOCK_N % BLOCK_SIZE == 0:  # tiles begin with blocks, and are alike but for the first page
+                page, within = start // BLOCK_SIZE + n // BLOCK_SIZE, n % BLOCK_SIZE
+            else:
+                page, within = at // BLOCK_SIZE, at % BLOCK_SIZE
             seen = at < end
             if SHARED or WINDOW > 0 or CHUNK > 0:  # a row's own keys may begin within a tile
                 seen = seen & (at >= begin)
@@ -224,6 +235,8 @@ def decode_kernel(
                 key_cache + kv_head * key_head,
                 value_cache + kv_head * value_head,
                 blocks,
+                page,
+                within,
                 at,
                 seen,
                 scale,
@@ -237,8 +250,8 @@ def decode_kernel(
                 D1,
                 D2,
                 DV,
-                BLOCK_SIZE,
                 SOFTCAP,
+                SAME_PLACES,
                 VALUE_IS_KEY,
                 PRECISION,
                 True,
@@ -298,9 +311,9 @@ def decode_kernel(
                     partial_stats + 2 * base,
                     head_g,
                     real_g,
-                    shared_parts + own_parts - together + 1,
+                    shared_parts + own_parts - leading + 1,
                     shared_parts + 1,
-                    together - 1,
+                    leading - 1,
                     HEADS,
                     VALUE_DIM,
                     DV,

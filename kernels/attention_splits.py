@@ -40,16 +40,22 @@ def row_splits(length, prefix, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def splits_together(keys, size, share):
-    """How many splits one program reads, one after the other, of a row that sees so many keys. share: keys a program has to read.
+def row_runs(keys, size, splits, share):
+    """How many runs a row that sees so many keys is read in, each by one program, and how many splits a run has at most.
+
+    share: keys a program has to read.
 
     What each split leaves for others to merge costs as much as some dozens of keys, and waiting for them as some hundreds. A
     row that is a program's share, or little more, is read whole; a longer one in pieces of half a share, so that programs
-    end together, and of 512 keys at the least, if there are as many for everyone. None of this changes a bit of the result.
+    end together, and of 512 keys at the least, if there are as many for everyone. Runs have equally many splits, but the first
+    may have fewer: it is the last one that may end with part of a split. None of this changes a bit of the result, but of
+    rows that share a beginning, to which the splits of the first run are added together.
     """
     piece = tl.maximum(tl.minimum(share, 512), share // 2)
-    piece = tl.where(keys <= share + share // 8, keys, piece)
-    return tl.maximum((piece + size - 1) // size, 1)
+    together = tl.maximum((piece + size - 1) // size, 1)
+    together = tl.where(keys <= share + share // 8, splits, together)
+    runs = (splits + together - 1) // together
+    return runs, (splits + runs - 1) // runs
 
 
 @triton.jit(do_not_specialize=["num_rows", "width", "programs"])
@@ -91,8 +97,7 @@ def work_list_kernel(
     share = tl.minimum(tl.sum(keys.to(tl.int64)) * width // tl.maximum(programs, 1), 1 << 30).to(tl.int32)
     piece = tl.minimum(keys, size)
     if programs > 0:
-        together = splits_together(keys, size, share)
-        count = (count + together - 1) // together
+        count, together = row_runs(keys, size, count, share)
         piece = tl.minimum(keys, together * size)
     if SHARED:
         size = split_size(shared)

@@ -51,6 +51,14 @@ def load_query(query, offsets, real, D1: tl.constexpr, D2: tl.constexpr, KEY_DIM
 
 
 @triton.jit
+def _wide(number):
+    """A number that is not negative, in 64 bits. Where the compiler sees that two have 32, their product is one instruction."""
+    if number.dtype == tl.int32:
+        number = number.to(tl.uint32)
+    return number.to(tl.int64)
+
+
+@triton.jit
 def attend_tile(
     top,
     total,
@@ -62,6 +70,8 @@ def attend_tile(
     keys,
     values,
     table,
+    page,
+    within,
     at,
     real,
     scale,
@@ -75,8 +85,8 @@ def attend_tile(
     D1: tl.constexpr,
     D2: tl.constexpr,
     DV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SAME_PLACES: tl.constexpr,
     VALUE_IS_KEY: tl.constexpr,
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
@@ -86,14 +96,16 @@ def attend_tile(
 
     top, total: fp32 [M], largest score and sum of exponentials so far; acc: fp32 [M, DV]; newest, oldest: [M], positions
     of the last and first key a query sees (used where CAUSAL); keys, values: the key head's, in block 0; table: the row's;
-    at: [N], the keys' positions. MASKED: some are not real. Those are not loaded, for what nobody wrote may be NaN.
+    page, within: [N], each key's place in the table, and in the block that stands there; at: [N], the keys' positions.
+    MASKED: some are not real. Those are not loaded, for what nobody wrote may be NaN. SAME_PLACES: both caches have the same
+    strides.
     """
     if MASKED:
-        block = tl.load(table + at // BLOCK_SIZE, mask=real, other=0).to(tl.int64)
+        block = tl.load(table + page, mask=real, other=0)
     else:
-        block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
-    within = at % BLOCK_SIZE
-    offsets = block * key_block + within * key_token
+        block = tl.load(table + page)
+    block = _wide(block.to(tl.int32))
+    offsets = block * _wide(key_block) + within * key_token
     key = as_dtype(load_rows(keys, offsets, real, 0, D1, KEY_DIM, MASKED), query1.dtype)
     scores = tl.dot(query1, tl.trans(key), input_precision=PRECISION)
     if D2 > 0:
@@ -116,7 +128,8 @@ def attend_tile(
     if VALUE_IS_KEY:
         value = key
     else:
-        offsets = block * value_block + within * value_token
+        if not SAME_PLACES:
+            offsets = block * _wide(value_block) + within * value_token
         value = as_dtype(load_rows(values, offsets, real, 0, DV, VALUE_DIM, MASKED), query1.dtype)
     acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
     return above, total, acc

@@ -74,6 +74,17 @@ def test_decode_rows_with_every_option(block_size: int, dtype: torch.dtype) -> N
         check(case, plan, feature)
 
 
+@pytest.mark.parametrize("block_size", [1, 8, 32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, *GPU_ONLY])
+def test_blocks_smaller_and_larger_than_a_tile(dtype: torch.dtype, block_size: int) -> None:
+    """What is not there is not read from block 0 either, which holds nothing but NaN."""
+    case = Paged(NARROW, [Row(n) for n in (17, 129, 200)], dtype, padded=0, block_size=block_size)
+    case.key_cache[0], case.value_cache[0] = float("nan"), float("nan")
+    for feature in (PLAIN, {"visibility": Visibility(window=150)}):
+        case.workspace.clear()
+        check(case, case.plan(TRITON), feature)
+
+
 @pytest.mark.parametrize(("heads", "dtype"), each_model(torch.float32, torch.float16))
 def test_decode_of_real_models(heads: Heads, dtype: torch.dtype) -> None:
     case = Paged(heads, [Row(n) for n in (17, 200)], dtype, padded=1)

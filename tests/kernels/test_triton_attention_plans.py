@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from cases_attention import DEVICE, GPU_ONLY, NARROW, PLAIN, SMALL, Heads, Paged, Row, check, family, options_of, units
 from paged_rows import TOLERANCE
 
 from stoker.kernels import launch
 from stoker.kernels.attention import attend
+from stoker.kernels.attention_decode import _own_keys
 from stoker.kernels.attention_plan import UNIT_ROWS, workspace_bytes
 from stoker.kernels.reference.attention_plan import Visibility
 from stoker.kernels.triton_ops import TRITON
@@ -207,6 +210,34 @@ def test_shared_keys_and_runs_of_splits_are_merged(
     assert units(case, plan) == [(0, 3, 256)]
     (work,) = plan.lanes[0].lists.values()
     assert work.counts[0] == items
+
+
+@triton.jit
+def _runs(lengths, share, out, WINDOW: tl.constexpr):
+    """Of each run of a row: its first key, the one after its last, and the splits before it. Behind them, how many runs."""
+    run = tl.program_id(0)
+    _, begin, end, before, _, _, runs = _own_keys(0, run, 0, share, lengths, WINDOW, 0, True)
+    tl.store(out + 3 * run, begin)
+    tl.store(out + 3 * run + 1, end)
+    tl.store(out + 3 * run + 2, before)
+    if run == 0:
+        tl.store(out + 3 * tl.num_programs(0), runs)
+
+
+@pytest.mark.parametrize(("window", "first"), [(0, 0), (500, 45)])
+@pytest.mark.parametrize(
+    ("share", "ends"),
+    [(500, [545]), (400, [256, 545]), (264, [256, 545]), (200, [128, 384, 545]), (128, [128, 256, 384, 512, 545])],
+)
+def test_programs_that_share_a_row_read_as_much_as_each_other(
+    share: int, ends: list[int], window: int, first: int
+) -> None:
+    """Of five splits, which begin and end as the row does, the first run has fewer than the others where not all have as many."""
+    out = torch.zeros(16, dtype=torch.int32, device=DEVICE)
+    _runs[(5,)](torch.tensor([545], device=DEVICE), share, out, WINDOW=window, **launch.options(DEVICE, waits=False))
+    begins = [first, *ends[:-1]]
+    wanted = [[begin, end, begin // 128] for begin, end in zip(begins, ends, strict=True)]
+    assert out[: 3 * out[15]].view(-1, 3).tolist() == wanted
 
 
 @pytest.mark.parametrize("programs", [0, 8])
