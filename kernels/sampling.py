@@ -191,7 +191,7 @@ def _sample_rows(
 
 def _splits_each(rows: int, splits: int, device: torch.device) -> int:
     """How many splits a program takes, one after the other: as many as let all programs run at once, as to start one takes time."""
-    return min(triton.cdiv(rows * splits, 32 * launch.multiprocessors(device)), _MOST_EACH)
+    return min(int(triton.cdiv(rows * splits, 32 * launch.multiprocessors(device))), _MOST_EACH)
 
 
 def sample(
