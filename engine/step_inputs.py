@@ -133,7 +133,8 @@ class StepInputs:
         block_tables = self._take_tables(sent["slot_index"], step.rows, columns)
         window_tables = block_tables[1] if len(block_tables) == 2 else None
         if step.token_ids.min() < 0:  # sampled by a plan whose results were not read yet
-            newest = self._sampled.index_select(0, sent["slot_index"]).index_select(0, sent["token_rows"])
+            newest = self._sampled.index_select(0, sent["slot_index"])
+            newest = newest if step.decode else newest.index_select(0, sent["token_rows"])
             torch.where(sent["token_ids"] < 0, newest, sent["token_ids"], out=sent["token_ids"])
         slots = self._place(sent, block_tables, len(step.positions), step.tokens)
         of_images = _images_of(plan, step)
@@ -235,7 +236,7 @@ class StepInputs:
         """The block tables of a plan's rows, int64 [rows, columns] each."""
         taken = [table[:rows, :columns] for table in self._block_tables]
         for own, by_slot in zip(taken, self._tables, strict=True):
-            own.copy_(by_slot[:, :columns].index_select(0, slots))
+            torch.index_select(by_slot[:, :columns], 0, slots, out=own)
         return taken
 
     def _place(self, sent: dict[str, Tensor], block_tables: Sequence[Tensor], count: int, tokens: int) -> Tensor:
@@ -243,7 +244,7 @@ class StepInputs:
         where = self._slots[:, :tokens]
         for slots, table in zip(where, block_tables, strict=True):
             blocks = table[sent["token_rows"], sent["positions"] // self.block_size]
-            torch.add(blocks * self.block_size, sent["positions"] % self.block_size, out=slots)
+            torch.add(sent["positions"] % self.block_size, blocks, alpha=self.block_size, out=slots)
         where[:, count:] = 0
         return where
 
