@@ -247,6 +247,11 @@ def adapt(
     op(x, zeros(tokens, sum(widths)).to(model), table, rows)
 
 
+def around(x: torch.Tensor, out: torch.Tensor, table: LoraTable, rows: AdapterRows) -> None:
+    """The shrink for before a product, and what expands its result."""
+    lora.lora(x, out, table, rows, shrunk=lora.shrink(x, table, rows))
+
+
 def launch_adapters() -> None:
     """Those that take the most registers, and those of a decode step that begin beside a product."""
     gated = partial(lora.lora, gated="silu")
@@ -281,19 +286,9 @@ def launch_adapters() -> None:
     launch_ahead(128, 2048, 512, 512, depth=2048, cuts=[few, half._replace(splits=2)])
     launch_ahead(128, 2048, depth=8192, cuts=[two], residual=True)
     launch_ahead(128, 8192, 8192, depth=2048, cuts=[half], dtype=torch.float32)
-    launch_around(16, 2048, 512, 512, depth=2048)
-    launch_around(128, 2048, depth=8192, rank=32, dtype=torch.float32)
+    adapt(16, 16, torch.bfloat16, op=around, widths=(2048, 512, 512))
+    adapt(128, 32, torch.float32, op=around, depth=8192)
     lora.Tiles.of = of  # type: ignore[method-assign]
-
-
-def sixteen(widths: Sequence[int], depth: int, rank: int, dtype: torch.dtype) -> LoraTable:
-    """A table of adapters that was sent before."""
-    table = LoraTable(widths, [None] * len(widths), 16, torch.device("cpu"))
-    for slot in range(1, 17):
-        for index, width in enumerate(widths):
-            table.put(index, slot, LoraWeights(zeros(rank, depth).to(dtype), zeros(width, rank).to(dtype), 2.0))
-    assert table.pointers is not None
-    return table
 
 
 def launch_ahead(
@@ -306,7 +301,11 @@ def launch_ahead(
     rank: int = 16,
 ) -> None:
     """Sixteen adapters ahead of products of a model of a billion parameters, of gate and up if of two widths."""
-    table = sixteen(widths, depth, rank, dtype)
+    table = LoraTable(widths, [None] * len(widths), 16, torch.device("cpu"))
+    for slot in range(1, 17):
+        for index, width in enumerate(widths):
+            table.put(index, slot, LoraWeights(zeros(rank, depth).to(dtype), zeros(width, rank).to(dtype), 2.0))
+    assert table.pointers is not None  # sent before
     x, weight, arrived = zeros(tokens, depth), zeros(sum(widths), depth), torch.zeros(1024, dtype=torch.int32)
     rows, gated = AdapterRows(torch.zeros(tokens, dtype=torch.long)), "silu" if len(widths) == 2 else None
     settings = {"norm": None, "gated": gated, "residual": None, "scale": 1.0, "beside": lora.AHEAD_SHARED[0]}
@@ -315,13 +314,6 @@ def launch_ahead(
         sums = linear_streamed.sums_of_splits(x, weight, cut, gated=gated is not None, beside=lora.AHEAD_SHARED[0])
         settings["added"] = lora.ahead(x, onto, table, rows)
         linear_streamed.streamed(x, weight, None, cut=cut, arrived=arrived, sums=sums, **settings)
-
-
-def launch_around(tokens: int, *widths: int, depth: int, rank: int = 16, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Shrinks for before a product, and what expands their results."""
-    table, x = sixteen(widths, depth, rank, dtype), zeros(tokens, depth)
-    rows = AdapterRows(torch.zeros(tokens, dtype=torch.long))
-    lora.lora(x, zeros(tokens, sum(widths)), table, rows, shrunk=lora.shrink(x, table, rows))
 
 
 def launch_recurrent() -> None:
