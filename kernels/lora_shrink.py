@@ -76,8 +76,11 @@ def _depth_by_warp(start, BLOCK_K: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def sum_of_first(parts):
-    """Of [P, M, N], over P, a power of two up to 256. Numbers are brought together first, by way of shared memory, and then added by
-    threads: ``tl.sum`` would hand them from one to another, one after the other."""
+    """Of [P, M, N], over P, a power of two up to 256.
+
+    Numbers are brought together first, by way of shared memory, and then added by threads: ``tl.sum`` would hand them from one
+    to another, one after the other.
+    """
     COUNT: tl.constexpr = parts.shape[0]
     M: tl.constexpr = parts.shape[1]
     N: tl.constexpr = parts.shape[2]

@@ -1,9 +1,9 @@
 """Sampling and scoring in Triton: a grid of rows by splits of the vocabulary, then one short program a row.
 
 Split boundaries depend on the vocabulary alone and no sum crosses rows, so a row's result does not depend on its batch.
-Logits are read once, in their own dtype. Sums are in fp32, in the same order for sampling and for scoring. To read a row of 128k
-bf16 takes an H200 0.06 us, but it took 0.19: what a program does for its few logits, its sums above all, is more than what it
-does to each. So a program is one warp, with many of them, which hands few sums from thread to thread and waits for no other.
+Logits are read once, in their own dtype. Sums are in fp32, in the same order for sampling and for scoring. Of many rows it is
+instructions that take the time: those that a program of few logits needs for its sums are more than those for each logit. So a
+program is one warp, with many of them, which hands few sums from thread to thread and waits for no other.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -25,7 +25,7 @@ from stoker.kernels.reference.sampling import SAMPLE_BLOCK
 # 8 blocks a split: one row of 152k logits makes 149 programs, one for each multiprocessor of a large GPU.
 _BLOCKS = 8
 SPLIT = _BLOCKS * SAMPLE_BLOCK
-_MOST_EACH = 16
+_MOST_EACH = 16  # splits of a program
 _QUADS = 64
 # Arguments whose alignment follows from the number of rows: a kernel specialised on it would be compiled again in the middle
 # of a rollout.
