@@ -31,7 +31,7 @@ from stoker.weight_sync.module_tree import Tree
 from stoker.weight_sync.naming import check_kinds, kinds, unwrap
 from stoker.weight_sync.peft_adapters import Switches, active_adapters
 from stoker.weight_sync.rank_agreement import ALONE, Ranks, agree, ranks_of, refuse, telling
-from stoker.weight_sync.shards import is_sharded
+from stoker.weight_sync.shards import is_sharded, lies_in_modules
 from stoker.weight_sync.source import WeightSource, source_for
 
 
@@ -255,13 +255,15 @@ class ModelBinding:
         return self._seen is not None and all(part.same() for part in self._seen) and not self.shell.settings.changed
 
     def _looks_as_seen(self) -> bool:
-        """As ``_is_as_seen``, quicker still: it may miss details."""
-        return self._seen is not None and all(part.looks_same() for part in self._seen)
+        """As ``_is_as_seen``, quicker still: it may miss details, but for a sharded model, which no rank may refuse alone later."""
+        if self._seen is None or self._seen[0].has_parts:
+            return self._is_as_seen()
+        return all(part.looks_same() for part in self._seen)
 
     def _remember(self) -> None:
         """Remember the model as it is now, where the shell is known to be bound to it."""
-        # Not of a sharded one: shards come and go with every forward pass. Nor while adapters are being switched.
-        if self._seen is None and not is_sharded(self.model) and self.adapters.active is not None:
+        # Not where every forward pass puts its parts elsewhere. Nor while adapters are being switched.
+        if self._seen is None and self.adapters.active is not None and lies_in_modules(self.model):
             self._seen = Tree(self.model), Switches(self.model)
 
     def _look_at_adapters(self, *, announced: bool = True, same: bool = False) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from stoker.weight_sync.checksum import prepare
+from stoker.weight_sync.held import Held
 from stoker.weight_sync.mirror import Mirror
-from stoker.weight_sync.shards import Held
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from operator import is_
 from typing import Any
 
 import torch
@@ -13,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stoker.kernels.errors import EngineStateError
+from stoker.weight_sync.held import Piece, Shards
 from stoker.weight_sync.mirror import Mirror
 from stoker.weight_sync.rank_agreement import lost
-from stoker.weight_sync.shards import Piece, Shards
 
 # Collectives reach their full bandwidth from some 10 MB a rank on; larger buckets only take memory.
 MEMORY_BYTES = 256 * 2**20
@@ -27,67 +29,89 @@ Gathering = Callable[[Callable[[Collection[str]], object]], None]
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _BESIDES = 1 / 32  # of the memory, for what allocators and sockets take besides the buffers
-_ALIGNMENT = 16  # bytes: parts of different dtypes lie in one buffer
+_ALIGNMENT = 16  # bytes: copies are fastest where both sides begin at such
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows ``low`` to ``high`` of one local tensor, at the same offset in every rank's share of a bucket."""
+    """Rows ``low`` to ``high`` of one local tensor, at the same place in every rank's share of a bucket."""
 
     shards: Shards
     dtype: torch.dtype
     low: int
     high: int
-    offset: int  # bytes
 
-    @property
-    def nbytes(self) -> int:
-        return _aligned((self.high - self.low) * self.shards.row_numel * self.dtype.itemsize)
+    @cached_property
+    def numel(self) -> int:
+        """Elements from each rank, to whole 16 bytes."""
+        unit = _ALIGNMENT // self.dtype.itemsize
+        return -(-(self.high - self.low) * self.shards.row_numel // unit) * unit
 
     @property
     def is_wanted(self) -> bool:
         """Whether it has a part of any piece. A flat parameter may have rows that are not gathered."""
         return any(p.within(self.low, self.high) for of_rank in self.shards.pieces for p in of_rank)
 
-    def pack(self, share: Tensor) -> None:
-        """Cast this rank's rows into its share, uint8 [bytes]."""
-        rows = self.shards.local[self.low : self.high]
-        if rows.numel():
-            end = self.offset + rows.numel() * self.dtype.itemsize
-            share[self.offset : end].view(self.dtype).view(rows.shape).copy_(rows)
+    def pack(self, share: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(where in ``share``, [elements], they belong, this rank's rows), if it has any."""
+        rows = self.shards.local
+        if self.high - self.low < self.shards.rows:
+            rows = rows[self.low : self.high]
+        if count := rows.numel():
+            share = share if count == self.numel else share[:count]
+            yield (share if rows.dim() == 1 else share.view(rows.shape)), rows
 
-    def place(self, gathered: Tensor, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """(where it belongs, what came) of every rank's rows in ``gathered``, uint8 [ranks, bytes]."""
-        if self.shards.even:  # nearly always: two calls in place of several for each rank
-            came = gathered[:, self.offset : self.offset + (self.high - self.low) * self.dtype.itemsize]
-            by_rank = tensors[self.shards.names[0]].view(len(gathered), -1)
-            yield from zip(by_rank[:, self.low : self.high].unbind(), came.view(self.dtype).unbind(), strict=True)
+    def place(self, shares: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """(where it belongs, what came) of every rank's rows in its share, [elements]."""
+        if self.shards.even:  # nearly always: few calls in place of several for each rank
+            rows, count = self.shards.rows, self.high - self.low
+            by_rank = tensors[self.shards.names[0]].view(-1).split(rows)
+            if count < rows:
+                by_rank = tuple(of_rank[self.low : self.high] for of_rank in by_rank)
+            if count < self.numel:
+                shares = [share[:count] for share in shares]
+            yield from zip(by_rank, shares, strict=True)
             return
-        for share, pieces in zip(gathered, self.shards.pieces, strict=True):
+        for share, pieces in zip(shares, self.shards.pieces, strict=True):
             for whole in pieces:
                 if (piece := whole.within(self.low, self.high)) is not None:
                     yield piece.view(tensors[piece.name]), self._came(share, piece)
 
     def _came(self, share: Tensor, piece: Piece) -> Tensor:
-        start = self.offset + (piece.start - self.low) * piece.row_numel * self.dtype.itemsize
         shape = [high - low for low, high in piece.box]
-        return share[start : start + math.prod(shape) * self.dtype.itemsize].view(self.dtype).view(shape)
+        return share.narrow(0, (piece.start - self.low) * piece.row_numel, math.prod(shape)).view(shape)
 
 
 @dataclass(frozen=True)
 class Bucket:
+    """Parts of one dtype that are gathered together."""
+
     group: dist.ProcessGroup
+    dtype: torch.dtype
     parts: list[_Part]
 
     @property
     def share(self) -> int:
         """Bytes from each rank."""
-        return self.parts[-1].offset + self.parts[-1].nbytes
+        return sum(part.numel for part in self.parts) * self.dtype.itemsize
 
     @property
     def names(self) -> str:
         names = [name for part in self.parts for name in part.shards.names]
         return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+    def pack(self, share: Tensor) -> None:
+        """Cast this rank's rows into its share, uint8 [bytes]."""
+        _copy(pair for part, to in zip(self.parts, self._split(share), strict=True) for pair in part.pack(to))
+
+    def place(self, gathered: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Put what came, uint8 [ranks, bytes], where it belongs."""
+        shares = zip(*map(self._split, gathered.unbind()), strict=True)
+        _copy(pair for part, came in zip(self.parts, shares, strict=True) for pair in part.place(came, tensors))
+
+    def _split(self, share: Tensor) -> Sequence[Tensor]:
+        """A rank's share, cut into those of the parts."""
+        return share.view(self.dtype).split([part.numel for part in self.parts])
 
 
 def plan(
@@ -99,21 +123,26 @@ def plan(
     that ``gather`` may take, including Gloo's own buffers.
     """
     buckets: list[Bucket] = []
+    room: dict[
+        tuple[dist.ProcessGroup, torch.dtype], tuple[Bucket, int]
+    ] = {}  # the last bucket of each kind, and bytes left
     for one in shards:
         limit = max(_ALIGNMENT, share_bytes(one.group, memory_bytes, device) // _ALIGNMENT * _ALIGNMENT)
         wanted = {dtypes[name] for name in one.names}
-        dtype = wanted.pop() if len(wanted) == 1 else one.local.dtype
+        dtype = wanted.pop() if len(wanted) == 1 else one.dtype
         row = max(1, one.row_numel * dtype.itemsize)
         step = max(1, limit // row)
         for low in range(0, one.rows, step):
-            part = _Part(one, dtype, low, min(low + step, one.rows), 0)
+            part = _Part(one, dtype, low, min(low + step, one.rows))
             if not part.is_wanted:
                 continue
-            last = buckets[-1] if buckets else None
-            if last is not None and last.group is one.group and last.share + part.nbytes <= limit:
-                last.parts.append(_Part(one, dtype, low, part.high, last.share))
-            else:
-                buckets.append(Bucket(one.group, [part]))
+            nbytes = part.numel * dtype.itemsize
+            bucket, left = room.get((one.group, dtype), (None, 0))
+            if bucket is None or nbytes > left:
+                bucket, left = Bucket(one.group, dtype, []), limit
+                buckets.append(bucket)
+            bucket.parts.append(part)
+            room[one.group, dtype] = bucket, left - nbytes
     return buckets
 
 
@@ -155,8 +184,7 @@ def gather(
         except RuntimeError as error:
             raise lost(bucket.group, f"gathering {bucket.names}", error) from error
         with alone():
-            pairs = [pair for part in bucket.parts for pair in part.place(gathered, tensors)]
-            torch._foreach_copy_([to for to, _ in pairs], [came for _, came in pairs])
+            bucket.place(gathered, tensors)
             then(index)
 
     under_way: list[tuple[int, Any, Tensor]] = []
@@ -165,8 +193,7 @@ def gather(
         gathered = flat.view(bucket.group.size(), -1)
         share = gathered[bucket.group.rank()]
         with alone():
-            for part in bucket.parts:
-                part.pack(share)
+            bucket.pack(share)
         try:
             work = all_gather(flat, share, group=bucket.group, async_op=True)
         except RuntimeError as error:
@@ -179,48 +206,69 @@ def gather(
     return failures[0] if failures else None
 
 
-def prepare(
-    memory: ExitStack, mirror: Mirror, shards: Sequence[Shards], memory_bytes: int, *, kept: bool = True
-) -> Gathering:
-    """Prepare a gather of these shards into a mirror; returns a function that does it. ``memory`` gives back what it takes.
+class Gatherer:
+    """Gathers shards into a mirror, in at most ``memory_bytes``. It keeps the plan, for the next time that the shards are the same."""
 
-    All ranks call that function together. It first gathers what the mirror keeps, if ``kept``; then, layer by layer, what passes
-    through, and calls its argument with the names of each layer while their numbers are in memory. What goes wrong on this
-    rank alone it raises at the end.
+    def __init__(self, mirror: Mirror, memory_bytes: int) -> None:
+        self._mirror, self._memory_bytes = mirror, memory_bytes
+        self._of: tuple[bool, list[Shards]] | None = None  # what the plan is of
+        self._buckets: list[Bucket] = []
+        self._after: dict[int, list[str]] = {}  # the names of a layer that passes through, by its last bucket
 
-    Raises ``EngineStateError`` where there is no memory for it.
-    """
-    parts: dict[int | None, list[Shards]] = {layer: [] for layer in (None, *range(len(mirror.layers)))}
-    for s in shards:
-        for layer in dict.fromkeys(map(mirror.layer_of.get, s.names)):
-            part = s.of(lambda name, layer=layer: mirror.layer_of.get(name) == layer)  # type: ignore[misc]
-            parts[layer].append(s if part.names == s.names else part)
-    buckets: list[Bucket] = []
-    after: dict[int, list[str]] = {}
-    for layer, of_layer in parts.items():
-        more = plan(of_layer, mirror.dtypes, memory_bytes, mirror.device) if kept or layer is not None else []
-        buckets += more
-        if more and layer is not None:
-            after[len(buckets) - 1] = [name for s in of_layer for name in s.names]
-    try:
-        memory.enter_context(mirror.room())
-        buffers = buffers_for(buckets, mirror.device)
-    except (RuntimeError, MemoryError) as error:
-        raise EngineStateError(
-            f"no memory to gather weights in: {error}. Nothing was changed: free some, or set a smaller "
-            "EngineConfig.gather_memory"
-        ) from error
+    def prepare(self, memory: ExitStack, shards: Sequence[Shards], *, kept: bool = True) -> Gathering:
+        """Prepare a gather; returns a function that does it. ``memory`` gives back what it takes.
 
-    def gathering(then: Callable[[Collection[str]], object]) -> None:
-        def then_of(index: int) -> None:
-            if index in after:
-                then(after[index])
+        All ranks call that function together. It first gathers what the mirror keeps, if ``kept``; then, layer by layer, what
+        passes through, and calls its argument with the names of each layer while their numbers are in memory. What goes wrong
+        on this rank alone it raises at the end.
 
-        if (failure := gather(buckets, buffers, mirror.tensors, then_of)) is not None:
-            raise failure
+        Raises ``EngineStateError`` where there is no memory for it.
+        """
+        mirror = self._mirror
+        if self._of is None or self._of[0] != kept or not _are(self._of[1], shards):
+            self._plan(shards, kept)
+            self._of = kept, [*shards]
+        buckets, after = self._buckets, self._after
+        try:
+            memory.enter_context(mirror.room())
+            buffers = buffers_for(buckets, mirror.device)
+        except (RuntimeError, MemoryError) as error:
+            raise EngineStateError(
+                f"no memory to gather weights in: {error}. Nothing was changed: free some, or set a smaller "
+                "EngineConfig.gather_memory"
+            ) from error
 
-    return gathering
+        def gathering(then: Callable[[Collection[str]], object]) -> None:
+            def then_of(index: int) -> None:
+                if index in after:
+                    then(after[index])
+
+            if (failure := gather(buckets, buffers, mirror.tensors, then_of)) is not None:
+                raise failure
+
+        return gathering
+
+    def _plan(self, shards: Sequence[Shards], kept: bool) -> None:
+        mirror = self._mirror
+        parts: dict[int | None, list[Shards]] = {layer: [] for layer in (None, *range(len(mirror.layers)))}
+        for s in shards:
+            for layer in dict.fromkeys(map(mirror.layer_of.get, s.names)):
+                parts[layer].append(s.of(lambda name, layer=layer: mirror.layer_of.get(name) == layer))  # type: ignore[misc]
+        self._of, self._buckets, self._after = None, [], {}
+        for layer, of_layer in parts.items():
+            if not kept and layer is None:
+                continue
+            more = plan(of_layer, mirror.dtypes, self._memory_bytes, mirror.device)
+            self._buckets += more
+            if more and layer is not None:
+                self._after[len(self._buckets) - 1] = [name for s in of_layer for name in s.names]
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second of each pair to the first."""
+    if found := list(pairs):
+        torch._foreach_copy_(*map(list, zip(*found, strict=True)))
+
+
+def _are(things: Sequence[object], others: Sequence[object]) -> bool:
+    return len(things) == len(others) and all(map(is_, things, others))

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stoker.weight_sync.checksum import checksums
-from stoker.weight_sync.gather import all_gather, prepare
+from stoker.weight_sync.gather import Gatherer, all_gather
+from stoker.weight_sync.held import Held, Shards, by_group
 from stoker.weight_sync.mirror import Mirror
 from stoker.weight_sync.rank_agreement import Parts, agree, lost, parts_of, telling
-from stoker.weight_sync.shards import Held, Shards, by_group
 
 
 def compare(
@@ -41,7 +41,7 @@ def compare(
             kept = by_group(part for part in (s.of(lambda n: n not in passing) for s in shards) if part.names)
             comparisons = [Comparison(*of_group, device, dtypes) for of_group in kept.items()]
             in_order = [s for of_group in by_group(shards).values() for s in of_group]
-            gathering = prepare(memory, mirror, in_order, gather_bytes, kept=False)
+            gathering = Gatherer(mirror, gather_bytes).prepare(memory, in_order, kept=False)
         agree(parts_of(shards), device, alike=alike)
         for comparison in comparisons:
             comparison.exchange()

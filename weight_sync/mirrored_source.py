@@ -23,25 +23,21 @@ from stoker.weight_sync.bitsandbytes_state import give_state, with_scales
 from stoker.weight_sync.change_detection import Changes, Look
 from stoker.weight_sync.checksum import in_doubt, unfit
 from stoker.weight_sync.form import Form
-from stoker.weight_sync.gather import MEMORY_BYTES, prepare
+from stoker.weight_sync.gather import MEMORY_BYTES, Gatherer
+from stoker.weight_sync.held import Held, by_group
 from stoker.weight_sync.mirror import Consumer, Mirror
 from stoker.weight_sync.mirror_comparison import compare
-from stoker.weight_sync.module_tree import Tree
 from stoker.weight_sync.naming import engine_dtypes, main_dtype, named_tensors, unwrap
 from stoker.weight_sync.rank_agreement import agree, number_of, parts_of, refuse, telling, unite
-from stoker.weight_sync.shards import Held, by_group, is_sharded, read
+from stoker.weight_sync.shards import Reader, is_sharded
 from stoker.weight_sync.staging import copy_each
 
 
 @dataclass
 class _Known:
-    """What a trainer holds, and what was found out about it: that it fits, and how to look at it.
-
-    tree: of the model it was read from; it is valid as long as that is the same. None: it is not to be used again.
-    """
+    """What was found out about what a trainer holds: that it fits, and how to look at it."""
 
     held: Held
-    tree: Tree | None = None
     in_doubt: list[tuple[str, Tensor, torch.dtype]] | None = (
         None  # tensors whose range may not fit; None: not looked yet
     )
@@ -85,7 +81,8 @@ class MirroredSource:
         self._gather_bytes = gather_bytes
         self._wanted = dtype
         self._check_finite = check_finite
-        self._known: _Known | None = None  # what was read last, of a model that is not sharded
+        self._reader = Reader(model)
+        self._known: _Known | None = None  # of what was read last
         held = self._read()
         self._shapes, self._aliases = held.shapes, held.aliases
         self._adapters, self._beside, self._packed = held.adapters, held.beside, held.states
@@ -104,6 +101,7 @@ class MirroredSource:
         plain = parameters - self._packed.keys()  # a packed weight's dtype is not the one it computes in
         self.dtype = main_dtype((self._dtypes[name], held.shapes[name].numel()) for name in plain)
         self.mirror: Mirror | None = None
+        self._gatherer: Gatherer | None = None  # to the mirror
         self._kept: set[str] = set()  # weights that could pass through, and must not
         self._seen: dict[tuple[str, ...], int] = {}
         self._expected: set[tuple[str, ...]] = set()  # what is expected to change again, as it did the last time
@@ -135,6 +133,7 @@ class MirroredSource:
             may_pass = {n for n in self._shapes if self._dtypes[n] == self.dtype} - tied - self._kept
             passing = [layer for layer in (frozenset(may_pass.intersection(names)) for names in layers) if layer]
             self.mirror = Mirror(self._shapes, self._dtypes, self._aliases, groups, self.device, passing, self._stable)
+            self._gatherer = Gatherer(self.mirror, self._gather_bytes)
             self.mirror.fill_room()
             self._give_states(self.mirror)
         return {name: tensor for name, tensor in self.mirror.tensors.items() if name not in self._beside}
@@ -203,7 +202,7 @@ class MirroredSource:
         self.mirror.complete = False
 
     def catch_up(self) -> bool:
-        if (held := self._remembered()) is None:
+        if self._reader.has_parts or (held := self._reader.remembered()) is None:
             if is_sharded(self.model) and not (dist.is_initialized() and dist.get_world_size() == 1):
                 return False  # do not even read: that would reshard what FSDP2 has gathered, on this rank alone
             held = self._read()
@@ -261,35 +260,26 @@ class MirroredSource:
 
     def release(self) -> None:
         """Drop the mirror. The trainer was never touched."""
-        self.mirror = self._known = None
+        self.mirror = self._gatherer = self._known = None
+        self._reader.forget()
 
     # -- internals ----------------------------------------------------------------------------------------------
 
     def _read(self) -> Held:
         """What the trainer holds now."""
-        if (held := self._remembered()) is None:
-            self._known = None
-            # First, so that changes made meanwhile are seen the next time.
-            tree = None if is_sharded(self.model) else Tree(self.model)
-            held = read(self.model)
-            if tree is not None and not held.states:  # a tree has no scales
-                self._known = _Known(held, tree)
-        return held
-
-    def _remembered(self) -> Held | None:
-        """What was read last, if the model is whole and still has the same tensors at the same places."""
-        known = self._known
-        return known.held if known is not None and known.tree is not None and known.tree.same() else None
+        return self._reader.read()
 
     def _look(self, held: Held, expected: Set[tuple[str, ...]] = frozenset()) -> Changes:
         assert self.mirror is not None and self.mirror.resident
-        # What was read of a sharded model is not kept: the trainer may replace its parts, and need the memory.
         known = self._known if self._known is not None and self._known.held is held else _Known(held)
+        self._known = known if self._reader.held is held else None
         refusal = self._refusal(known)
         expected = expected if refusal is None else frozenset()
         look = known.looks.get(bool(expected))
         if look is None or not look.fits(expected):
-            look = known.looks[bool(expected)] = Look(held, self.mirror, expected)
+            look = Look(held, self.mirror, expected)
+            if not self._reader.has_parts:  # which it would keep in memory when the trainer no longer does
+                known.looks[bool(expected)] = look
         return look.find_changes(self._seen, refusal)
 
     def _take(self, found: Changes, alike: Sequence[str] = ()) -> int:
@@ -329,7 +319,8 @@ class MirroredSource:
         with ExitStack() as memory:
             with self._telling():
                 self._give_states(mirror)
-                gathering = prepare(memory, mirror, shards, self._gather_bytes)
+                assert self._gatherer is not None
+                gathering = self._gatherer.prepare(memory, shards)
             agree(self._parts, self.device)  # all ranks have the memory for it; nothing was written so far
             mirror.complete = False
             try:
@@ -349,11 +340,14 @@ class MirroredSource:
         return there + written + sum(mirror.tensors[name].nbytes for name in moved)
 
     def _refusal(self, known: _Known) -> Exception | None:
-        if known.in_doubt is None:
+        doubtful = known.in_doubt
+        if doubtful is None:
             if (misfit := self._misfit(known.held)) is not None:
                 return misfit
-            known.in_doubt = list(in_doubt(known.held.numbers(self._dtypes), finite=self._check_finite))
-        wrong = list(unfit(known.in_doubt, finite=self._check_finite))
+            doubtful = list(in_doubt(known.held.numbers(self._dtypes), finite=self._check_finite))
+            if not (doubtful and self._reader.has_parts):
+                known.in_doubt = doubtful
+        wrong = list(unfit(doubtful, finite=self._check_finite))
         if wrong:
             return WeightsMismatchError(f"{'; '.join(wrong)}. No weight was changed: the engine keeps its version")
         return None

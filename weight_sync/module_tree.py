@@ -10,11 +10,13 @@ from random import Random
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 _T = TypeVar("_T")
 _GLANCE = 256  # how many modules' registries, or other things, a glance looks at
 _TOP = 64  # how many of these are the first ones: wrappers, and the beginning of the model
 _dtype, _shape, _modules = attrgetter("dtype"), attrgetter("shape"), itemgetter("_modules")
+_local, _spec = attrgetter("_local_tensor"), attrgetter("_spec")  # of a DTensor: this rank's part, and its layout
 
 
 def at_a_glance(things: Sequence[_T]) -> list[_T]:
@@ -37,7 +39,7 @@ class Tree:
 
     A walk over names would run Python code for every module, which takes milliseconds for a thousand parameters. This keeps
     flat lists of dictionaries and tensors, and compares them by calls that stay in C. What remains is reading some ten cache
-    lines a module: 0.2 us each. Tensors are compared by ``is``, since ``==`` would compute.
+    lines a module: 0.2 us each. Tensors are compared by ``is``, since ``==`` would compute. Of DTensors it does not keep the parts.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -48,8 +50,8 @@ class Tree:
         registries = [m[name] for m in modules for name in ("_modules", "_parameters", "_buffers")]
         self._some = tuple(at_a_glance([r for r in registries if r]))
         self._held = get_referents(*self._some)
-        self._lying = [t for t in self._held if isinstance(t, Tensor)]
-        self._at = list(map(Tensor.data_ptr, self._lying))
+        self._lying = _Placed(t for t in self._held if isinstance(t, Tensor))
+        self._at = list(map(Tensor.data_ptr, self._lying.now()))
         held = [(m, name) for m in modules for name in ("_parameters", "_buffers")]
         self._owners, self._keys = zip(*((m, name) for m, name in held if m[name]), strict=True)
         members = [m[name] for m, name in held if m[name]]
@@ -57,12 +59,18 @@ class Tree:
         self._contents = _contents(members)
         self._empty = tuple(r for r in registries if not r)  # most are
         self._nothing = get_referents(*self._empty)  # nothing; but a registry of another class refers to its class
-        self._tensors = [t for one in self._members for t in one.values() if isinstance(t, Tensor)]
-        self._addresses = list(map(Tensor.data_ptr, self._tensors))
-        self._dtypes = list(map(_dtype, self._tensors))
-        self._shapes = list(map(_shape, self._tensors))
-        self._layout_of = layout_of(self._tensors)
-        self._layouts = list(map(self._layout_of, self._tensors))
+        self._tensors = _Placed(t for one in self._members for t in one.values() if isinstance(t, Tensor))
+        tensors = self._tensors.now()
+        self._addresses = list(map(Tensor.data_ptr, tensors))
+        self._dtypes = list(map(_dtype, tensors))
+        self._shapes = list(map(_shape, tensors))
+        self._layout_of = layout_of(tensors)
+        self._layouts = list(map(self._layout_of, tensors))
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether some tensors are DTensors."""
+        return bool(self._tensors.parts)
 
     def looks_same(self) -> bool:
         """``same`` at a glance, in a time that does not grow with the model. It may miss details, not a change of the whole.
@@ -71,15 +79,16 @@ class Tree:
         dtype or layout at the same address; and a registry that was replaced by another.
         """
         same = _are(get_referents(*self._some), self._held)
-        return same and list(map(Tensor.data_ptr, self._lying)) == self._at
+        return same and list(map(Tensor.data_ptr, self._lying.now())) == self._at
 
     def same(self) -> bool:
         """Whether no module or tensor was added, removed, renamed, replaced or moved, or got another dtype or layout."""
-        tensors = self._tensors
+        tensors = self._tensors.now()
         return (
             get_referents(*self._empty) == self._nothing
             and list(map(_modules, self._parents)) == self._children
             and self._same_members()
+            and self._tensors.laid_out_as_before()
             and list(map(Tensor.data_ptr, tensors)) == self._addresses
             and list(map(_dtype, tensors)) == self._dtypes
             and all(map(eq, map(_shape, tensors), self._shapes))
@@ -95,6 +104,23 @@ class Tree:
                 return False
             self._contents = contents  # only the order is another, as PEFT's forwards leave it for experts
         return True
+
+
+class _Placed:
+    """Tensors, of which the memory of some is another's: ``parts`` are the DTensors among them."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        tensors = list(tensors)
+        self._plain = [t for t in tensors if not isinstance(t, DTensor)]
+        self.parts = [t for t in tensors if isinstance(t, DTensor)]
+        self._layouts = list(map(_spec, self.parts))
+
+    def now(self) -> list[Tensor]:
+        """The tensors in which the numbers are now."""
+        return [*self._plain, *map(_local, self.parts)] if self.parts else self._plain
+
+    def laid_out_as_before(self) -> bool:
+        return _are(list(map(_spec, self.parts)), self._layouts)
 
 
 def _ids(registry: dict[str, Any]) -> dict[str, int]:

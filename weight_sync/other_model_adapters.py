@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.adapter_weights import AdapterWeights
+from stoker.weight_sync.held import Held
 from stoker.weight_sync.mirrored_source import MirroredSource
 from stoker.weight_sync.naming import named_tensors, unwrap
 from stoker.weight_sync.peft_adapters import (
@@ -22,7 +23,7 @@ from stoker.weight_sync.peft_adapters import (
     mismatches,
     sum_of,
 )
-from stoker.weight_sync.shards import Held, is_sharded
+from stoker.weight_sync.shards import is_sharded
 
 _REGISTRIES = "lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|modules_to_save"
 

@@ -17,7 +17,8 @@ from torch import nn
 
 from stoker.kernels.errors import WeightsMismatchError, WeightTransferError, first_line
 from stoker.kernels.interrupts import uninterrupted
-from stoker.weight_sync.shards import Shards, by_group, groups_of, is_sharded
+from stoker.weight_sync.held import Shards, by_group
+from stoker.weight_sync.shards import groups_of, is_sharded
 
 GRACE_S = 5.0  # for ranks to tell each other that they lost touch, when one of them did
 

@@ -6,12 +6,10 @@ them become ``Shards``: a local tensor and, for every rank of its group, the box
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,133 +18,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from stoker.kernels.errors import EngineStateError, UnsupportedModelError
-from stoker.weight_sync.bitsandbytes_state import is_laid_out_for_cpu, scales_of, state_of
-from stoker.weight_sync.dtensor_layout import FLAT, Box, Layout, device_of, group_over, layout_of
+from stoker.weight_sync.bitsandbytes_state import scales_of, state_of
+from stoker.weight_sync.dtensor_layout import FLAT, Layout, device_of, group_over, layout_of
+from stoker.weight_sync.held import Held, Piece, Shards, part_of
+from stoker.weight_sync.module_tree import Tree
 from stoker.weight_sync.naming import inside, plain_name, tensors_of, walk, walk_adapters
-
-
-class Piece(NamedTuple):
-    """Rows of a rank's part from ``start`` on, and the box of a tensor, seen in ``shape`` (empty: its own), that they fill."""
-
-    name: str
-    start: int
-    box: Box
-    shape: tuple[int, ...]
-
-    @property
-    def rows(self) -> int:
-        return self.box[0][1] - self.box[0][0]
-
-    @property
-    def row_numel(self) -> int:
-        return math.prod(high - low for low, high in self.box[1:])
-
-    def within(self, low: int, high: int) -> Piece | None:
-        """What of this piece lies in rows ``low`` to ``high`` of the rank's part."""
-        first, last = max(low, self.start), min(high, self.start + self.rows)
-        if first >= last or not self.row_numel:
-            return None
-        begin = self.box[0][0] - self.start
-        return Piece(self.name, first, ((begin + first, begin + last), *self.box[1:]), self.shape)
-
-    def view(self, full: Tensor) -> Tensor:
-        target = full.view(self.shape) if self.shape else full
-        for dim, (low, high) in enumerate(self.box):
-            target = target.narrow(dim, low, high - low)
-        return target
-
-
-@dataclass(frozen=True)
-class Shards:
-    """Tensors whose parts are gathered together: ``local`` [rows, ...] is this rank's, ``pieces`` are by group rank.
-
-    device: where the trainer computes with them; ``local`` may be kept in host memory.
-    """
-
-    names: tuple[str, ...]
-    group: dist.ProcessGroup
-    device: torch.device
-    local: Tensor
-    pieces: tuple[tuple[Piece, ...], ...]
-
-    def of(self, wanted: Callable[[str], bool]) -> Shards:
-        """The same with only the tensors whose names are wanted."""
-        pieces = tuple(tuple(p for p in of_rank if wanted(p.name)) for of_rank in self.pieces)
-        return replace(self, names=tuple(filter(wanted, self.names)), pieces=pieces)
-
-    @cached_property
-    def rows(self) -> int:
-        """The most rows that a rank has."""
-        return max((p.start + p.rows for pieces in self.pieces for p in pieces), default=0)
-
-    @cached_property
-    def even(self) -> bool:
-        """Whether it is one flattened tensor, of which every rank has equally many elements, in the order of the ranks."""
-        boxes = [((i * self.rows, (i + 1) * self.rows),) for i in range(len(self.pieces))]
-        return all(len(p) == 1 and p[0][1:] == (0, box, FLAT) for p, box in zip(self.pieces, boxes, strict=True))
-
-    @cached_property
-    def row_numel(self) -> int:
-        """The most elements in a row of any rank."""
-        return max((p.row_numel for pieces in self.pieces for p in pieces), default=0)
-
-
-@dataclass
-class Held:
-    """All that a trainer holds on this rank. full: its own whole tensors. shapes, dtypes: of all tensors, as if whole."""
-
-    full: dict[str, Tensor] = field(default_factory=dict)
-    shards: list[Shards] = field(default_factory=list)
-    shapes: dict[str, torch.Size] = field(default_factory=dict)
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)  # a tied tensor's other names, to its first
-    parameters: set[str] = field(default_factory=set)
-    optional: set[str] = field(default_factory=set)  # buffers that no checkpoint has
-    adapters: set[str] = field(default_factory=set)  # tensors of adapters, of which only sharded ones are read
-    states: dict[str, Any] = field(default_factory=dict)  # of each weight in 4 bits; its scales are whole tensors
-    scales: set[str] = field(default_factory=set)  # names of these scales: the weight's, then their own
-
-    @property
-    def names(self) -> set[str]:
-        return self.shapes.keys() | self.aliases.keys()
-
-    @property
-    def spoilt(self) -> list[str]:
-        """Sharded weights that a forward has laid out anew for a CPU, as their states say: the parts do not follow that."""
-        return [n for n, state in self.states.items() if n not in self.full and is_laid_out_for_cpu(state)]
-
-    @property
-    def beside(self) -> set[str]:
-        """Names of tensors that are not the plain model's."""
-        return self.adapters | self.scales
-
-    def numbers(self, dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor, torch.dtype]]:
-        """All tensors here with the dtype they are to have, without packed weights, whose bits are no numbers."""
-        yield from ((name, tensor, dtypes[name]) for name, tensor in self.full.items() if name not in self.states)
-        for s in self.shards:
-            if self.states.keys().isdisjoint(s.names):
-                name = s.names[0] if len(s.names) == 1 else f"a tensor among {s.names[0]} to {s.names[-1]}"
-                yield from ((name, s.local, dtype) for dtype in {dtypes[n] for n in s.names})
-            else:
-                pieces = (p for p in s.pieces[dist.get_rank(s.group)] if p.name not in self.states)
-                yield from ((p.name, s.local[p.start : p.start + p.rows], dtypes[p.name]) for p in pieces)
-
-    def of(self, wanted: Callable[[str], bool]) -> Held:
-        """The same with only the tensors whose names are wanted. What is sharded over one rank is whole."""
-        shards = [s for s in (s.of(wanted) for s in self.shards) if s.names]
-        full = {name: tensor for name, tensor in self.full.items() if wanted(name)}
-        names = full.keys() | {name for s in shards for name in s.names}
-        return Held(
-            full=full,
-            shards=shards,
-            shapes={name: shape for name, shape in self.shapes.items() if name in names},
-            dtypes={name: dtype for name, dtype in self.dtypes.items() if name in names},
-            aliases={other: first for other, first in self.aliases.items() if first in names},
-            parameters=self.parameters & names,
-        )
-
-    def add(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.shapes[name], self.dtypes[name] = torch.Size(shape), dtype
 
 
 def is_unit(module: nn.Module) -> bool:
@@ -175,6 +51,24 @@ def is_sharded(model: nn.Module) -> bool:
     return False
 
 
+def lies_in_modules(model: nn.Module) -> bool:
+    """Whether all tensors, or their parts, are what modules hold, as FSDP2 leaves them: FSDP1 and ZeRO-3 have their own places."""
+    modules = [*walk(model), *walk_adapters(model)]
+    own = (tensor for _, tensor, _ in tensors_of(modules) if not isinstance(tensor, DTensor))
+    return not any(is_unit(module) for _, module in modules) and not any(map(is_shard, own))
+
+
+def units_of(model: nn.Module) -> list[FSDPModule]:
+    """The modules of a model that FSDP2 gathers and reshards by themselves."""
+    return [module for _, module in (*walk(model), *walk_adapters(model)) if isinstance(module, FSDPModule)]
+
+
+def reshard(units: Iterable[FSDPModule]) -> None:
+    """Have modules hold their shards, or what a forward has gathered would be taken for the parameters; nothing is lost."""
+    for unit in units:
+        unit.reshard()
+
+
 def check_processes(model: nn.Module) -> None:
     """Raise ``EngineStateError`` where parts would have to be gathered over a group of processes that is gone."""
     if not dist.is_initialized() and is_sharded(model):
@@ -184,22 +78,14 @@ def check_processes(model: nn.Module) -> None:
         )
 
 
-def by_group(shards: Iterable[Shards]) -> dict[dist.ProcessGroup, list[Shards]]:
-    """The shards of each group. Groups come in the order of their first shard, which is the same on all ranks."""
-    found: dict[dist.ProcessGroup, list[Shards]] = {}
-    for one in shards:
-        found.setdefault(one.group, []).append(one)
-    return found
-
-
 def groups_of(model: nn.Module) -> dict[dist.ProcessGroup, torch.device]:
     """The groups that gather a model's shards, in the order in which ``read`` finds them, with the device each computes on.
 
     It needs so little that it works even where ``read`` would fail: the other ranks will be waiting.
     """
     check_processes(model)
+    reshard(units_of(model))
     modules = [*walk(model), *walk_adapters(model)]
-    _reshard(modules)
     found: dict[dist.ProcessGroup, torch.device] = {}
     seen = set()  # as a model has many tensors and few kinds of them
     for _, module in modules:
@@ -218,17 +104,11 @@ def groups_of(model: nn.Module) -> dict[dist.ProcessGroup, torch.device]:
     return found
 
 
-def _reshard(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    for _, module in modules:
-        if isinstance(module, FSDPModule):
-            module.reshard()  # or what a forward has gathered would be taken for the parameters; nothing is lost
-
-
 def read(model: nn.Module) -> Held:
     """What the trainer holds now on this rank. Communicates only where a group of ranks is made for the first time."""
     check_processes(model)
+    reshard(units_of(model))
     modules, of_adapters = list(walk(model)), list(walk_adapters(model))
-    _reshard([*modules, *of_adapters])
     held = Held()
     for path, module in (*modules, *of_adapters):
         if is_unit(module):
@@ -264,6 +144,53 @@ def read(model: nn.Module) -> Held:
     return held
 
 
+class Reader:
+    """Reads what a trainer holds, again and again: quickly where the model still has the same tensors at the same places.
+
+    Nothing is kept that has the parts of DTensors: a trainer may replace them, and need the memory. FSDP1 and ZeRO-3 are read
+    anew each time, and so are packed weights, whose scales lie in no module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._tree: Tree | None = None  # as the model was
+        self.held: Held | None = None  # what is remembered; None: nothing
+        self._units: list[FSDPModule] = []
+        self._world: dist.ProcessGroup | None = None
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether what is remembered is in parts."""
+        return self._tree is not None and self._tree.has_parts
+
+    def read(self) -> Held:
+        """As ``shards.read``."""
+        if (held := self.remembered()) is None:
+            self.forget()
+            units = units_of(self._model)
+            reshard(units)
+            # First, so that changes made meanwhile are seen the next time.
+            tree = Tree(self._model) if lies_in_modules(self._model) else None
+            held = read(self._model)
+            if tree is not None and not held.states:
+                self._tree, self.held, self._units, self._world = tree, held.without_parts(), units, _world()
+        return held
+
+    def remembered(self) -> Held | None:
+        """What was read last, if it is still so; with its parts as they are now."""
+        if self._tree is None or self.held is None or (self.has_parts and self._world is not _world()):
+            return None
+        reshard(self._units)
+        return self.held.with_parts() if self._tree.same() else None
+
+    def forget(self) -> None:
+        self._tree, self.held, self._units = None, None, []
+
+
+def _world() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
 def _read_scales(held: Held, name: str, state: Any) -> None:
     held.states[name] = state
     for scale_name, scale in scales_of(state, f"{name}."):
@@ -284,10 +211,8 @@ def _check_has_data(name: str, tensor: Tensor) -> None:
 
 def _read_dtensor(held: Held, name: str, tensor: DTensor, layouts: dict[Any, Layout]) -> None:
     """Read a DTensor. layouts: those found so far, as a model has many tensors and few shapes."""
-    mesh, placements = tensor.device_mesh, tensor.placements
+    mesh, placements, local = tensor.device_mesh, tensor.placements, part_of(tensor)
     held.add(name, tensor.shape, tensor.dtype)
-    with torch.no_grad():  # autograd would take most of the time
-        local: Tensor = tensor.to_local().detach()
     _check_has_data(name, local)
     key = mesh, placements, tensor.shape
     layout = layouts.get(key)
@@ -299,11 +224,14 @@ def _read_dtensor(held: Held, name: str, tensor: DTensor, layouts: dict[Any, Lay
             f"{layout.local}: its sharding is not understood"
         )
     if layout.group is None:
-        held.full[name] = local
+        held.full[name], held.whole[name] = local, tensor
         return
     device = device_of(mesh, local.device)
     pieces = tuple((Piece(name, 0, box, layout.shape),) for box in layout.boxes)
-    held.shards.append(Shards((name,), layout.group, device, local.reshape(layout.part), pieces))
+    shape = layout.part
+    held.shards.append(
+        Shards((name,), layout.group, device, local.dtype, lambda: part_of(tensor).reshape(shape), pieces)
+    )
 
 
 # -- flat ones -------------------------------------------------------------------------------------------------------
@@ -336,20 +264,30 @@ def _read_flat_parameter(held: Held, path: str, module: nn.Module) -> None:
     for leaf, _, of_module, primary_leaf, _, of_primary in flat._shared_param_infos:
         first, other = (named(f"{m}.{n}" if m else n) for m, n in ((of_primary, primary_leaf), (of_module, leaf)))
         held.aliases[other] = first
-    local = getattr(flat, "_local_shard", flat).detach()
+
+    def read() -> Tensor:
+        local: Tensor = getattr(flat, "_local_shard", flat)
+        return local.detach()
+
+    local = read()
     if not handle.uses_sharded_strategy:
         for name, start, numel in spans:
             held.full[name] = local[start : start + numel].view(held.shapes[name])
         return
     group = handle.process_group
     pieces = _cut(spans, local.numel(), group.size())
-    held.shards.append(Shards(tuple(name for name, _, _ in spans), group, handle.device, local, pieces))
+    held.shards.append(Shards(tuple(name for name, _, _ in spans), group, handle.device, local.dtype, read, pieces))
 
 
 def _read_zero3(held: Held, name: str, parameter: Any) -> None:
     """Read a parameter of DeepSpeed ZeRO-3: each is flattened, cut into equal parts, and padded at the end."""
     group = parameter.ds_process_group
-    local, numel = parameter.ds_tensor.detach().view(-1), int(parameter.ds_numel)
+
+    def read() -> Tensor:
+        local: Tensor = parameter.ds_tensor.detach().view(-1)
+        return local
+
+    local, numel = read(), int(parameter.ds_numel)
     if local.numel() * group.size() < numel:
         raise UnsupportedModelError(
             f"parameter {name} is partitioned by ZeRO-3 and its part is not in memory (NVMe offload?): keep parameters in "
@@ -361,7 +299,7 @@ def _read_zero3(held: Held, name: str, parameter: Any) -> None:
         )
     held.add(name, torch.Size(parameter.ds_shape), local.dtype)
     pieces = _cut([(name, 0, numel)], local.numel(), group.size())
-    held.shards.append(Shards((name,), group, parameter.device, local, pieces))
+    held.shards.append(Shards((name,), group, parameter.device, local.dtype, read, pieces))
 
 
 def _cut(spans: Sequence[tuple[str, int, int]], length: int, ranks: int) -> tuple[tuple[Piece, ...], ...]:

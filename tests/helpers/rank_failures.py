@@ -33,6 +33,7 @@ from stoker.rollout import (
 from stoker.weight_sync import gather, mirror, mirror_comparison, mirrored_source
 from stoker.weight_sync.aliased_source import AliasedSource
 from stoker.weight_sync.mirror import Mirror
+from stoker.weight_sync.shards import Reader
 
 
 def told(
@@ -104,7 +105,7 @@ def building(rank: int, sharding: str) -> None:
             config = replace(CONFIG, **settings) if fails else CONFIG
             told(rank, lambda: RolloutEngine(model, config=config), own)
 
-    refused("none left", mirrored_source, "read")
+    refused("none left", Reader, "read")
     refused("none left", mirrored_source, "Mirror")
     refused("none left", gather, "buffers_for")
     refused("holds no block", kv_cache_memory=1)
@@ -123,7 +124,7 @@ def lack_of_memory(rank: int, sharding: str) -> None:
     with RolloutEngine(model, config=replace(CONFIG, gather_memory="64KiB")) as engine:
         for step, (owner, name, calls) in enumerate(
             [
-                (mirrored_source, "read", 0),
+                (Reader, "read", 0),
                 (mirrored_source, "Look", 0),
                 (gather, "buffers_for", 0),
                 (gather._Part, "pack", 3),
@@ -308,7 +309,7 @@ def interrupts(rank: int) -> None:
                 call()
         dist.barrier()
 
-    interrupted(mirrored_source, "read", lambda: RolloutEngine(model, config=CONFIG).close())
+    interrupted(Reader, "read", lambda: RolloutEngine(model, config=CONFIG).close())
     interrupted(shell_builder, "fuse_layers", lambda: RolloutEngine(model, config=CONFIG).close())
     with RolloutEngine(model, config=CONFIG) as engine:
         interrupted(updates.WeightUpdates, "_read_version", engine.update_weights)
@@ -319,7 +320,7 @@ def interrupts(rank: int) -> None:
         assert engine.update_weights() == 2
     with AcceleratedEngine(Accelerator(cpu=True), model, config=CONFIG) as rollouts:
         rollouts._changed = True  # as by an optimizer's step
-        interrupted(mirrored_source, "read", lambda: rollouts.generate_batch([PROMPT]))
+        interrupted(Reader, "read", lambda: rollouts.generate_batch([PROMPT]))
         for _ in range(1 + rank):  # a collective in one of them would never end
             rollouts.generate_batch([PROMPT])
         assert rollouts.engine.weight_version == 1
@@ -378,7 +379,7 @@ def an_adapter_over_fewer_ranks(rank: int) -> None:
     model, theirs = (by_two_meshes(adapted("llama", target, seed=seed)) for seed in (1, 7))
     fails = rank == dist.get_world_size() - 1
     with RolloutEngine(model, config=CONFIG) as engine:
-        for owner, name in ((mirrored_source, "read"), (mirrored_source, "Look"), (gather._Part, "place")):
+        for owner, name in ((Reader, "read"), (mirrored_source, "Look"), (gather._Part, "place")):
             with noted(name), pytest.MonkeyPatch.context() as patch:
                 if fails:
                     patch.setattr(owner, name, out_of_memory(getattr(owner, name), 0))

@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from sharded import CONFIG, GATE, PARAMS, PROMPT, assert_matches, by_fsdp2, cut_as_zero3, sgd, small, train
+from sharded import (
+    CONFIG,
+    GATE,
+    PARAMS,
+    PROMPT,
+    assert_matches,
+    by_fsdp1,
+    by_fsdp2,
+    by_fsdp2_on_any_dimension,
+    cut_as_zero3,
+    sgd,
+    small,
+    train,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from stoker.benchmarks.footprint import Peak, keep_nothing
 from stoker.kernels.reference import checksum
 from stoker.rollout import EngineStateError, RolloutEngine, UnsupportedModelError
-from stoker.weight_sync import gather
+from stoker.weight_sync import gather, shards
 from stoker.weight_sync.mirrored_source import MirroredSource
 from stoker.weight_sync.source import source_for
 
@@ -195,3 +209,36 @@ def offloaded(rank: int) -> None:
             version = engine.update_weights()
             assert version == (2 * step if dist.get_world_size() == 1 else step)
             assert set(assert_matches(engine, twin)) == {version} and engine.verify_weights().ok
+
+
+WAYS = {"fsdp2": by_fsdp2, "fsdp2 on any dimension": by_fsdp2_on_any_dimension, "fsdp1": by_fsdp1}
+
+
+def parts_that_move(rank: int, way: str) -> None:
+    """Updates after steps read a model's layout, and plan its gather, once. Of parts that the trainer moves nothing is kept."""
+    twin, model = small(), WAYS[way](small())
+    with RolloutEngine(model, config=CONFIG) as engine:
+        for step in range(1, 6):
+            for one in (twin, model):
+                train(one, sgd(one), step)
+            with ExitStack() as stack:
+                if step in (2, 5) and "fsdp2" in way:
+                    stack.enter_context(mock.patch.object(shards, "read", None))
+                    stack.enter_context(mock.patch.object(gather.Gatherer, "_plan", None))
+                assert engine.update_weights() == step
+            assert set(assert_matches(engine, twin)) == {step} and engine.verify_weights().ok
+            if step == 3:
+                memory = [StorageWeakRef(parts.untyped_storage()) for parts in parts_of(model)]
+                move_parts(model)
+                assert all(one.expired() for one in memory)
+
+
+def parts_of(model: nn.Module) -> list[torch.Tensor]:
+    return [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+
+
+def move_parts(model: nn.Module) -> None:
+    model._apply(torch.clone)  # as ``to`` does
+    for unit in filter(shards.is_unit, model.modules()):
+        flat: Any = unit._handle.flat_param
+        flat.data = flat._local_shard = flat.data.clone()

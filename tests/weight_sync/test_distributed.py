@@ -52,6 +52,11 @@ def test_a_forward_that_leaves_the_whole_model_there(world_size):
     ranks.run(sharded_gathers.gathered_by_a_forward, world_size)
 
 
+@pytest.mark.parametrize(("world_size", "way"), [(1, "fsdp2"), *((2, way) for way in sharded_gathers.WAYS)])
+def test_a_model_is_read_once_and_its_parts_each_time(world_size, way):
+    ranks.run(sharded_gathers.parts_that_move, world_size, way)
+
+
 def test_a_rank_that_generates_alone_after_a_forward_leaves_what_it_gathered():
     ranks.run(sharded_gathers.alone_after_a_forward, 2)
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from stoker.weight_sync import dtensor_layout
 from stoker.weight_sync import gather as gathering
 from stoker.weight_sync import shards as sharding
-from stoker.weight_sync.shards import Shards
+from stoker.weight_sync.held import Piece, Shards
 
 CPU = torch.device("cpu")
 
@@ -162,8 +162,8 @@ def by_layout(name: str, full: Tensor, mesh: Mesh, placements: Sequence[Any]) ->
     )
     assert not by_rows or layout.shape == dtensor_layout.FLAT, "what is cut by rows alone can be cut anywhere"
     local = local.reshape(layout.part)
-    pieces = tuple((sharding.Piece(name, 0, box, layout.shape),) for box in layout.boxes)
-    return Shards((name,), layout.group, CPU, local.contiguous(), pieces)
+    pieces = tuple((Piece(name, 0, box, layout.shape),) for box in layout.boxes)
+    return Shards((name,), layout.group, CPU, local.dtype, lambda: local.contiguous(), pieces)
 
 
 def test_strided_shards_cut_from_right_to_left(world: World) -> None:
@@ -187,7 +187,7 @@ def flat(names: Sequence[str], full: dict[str, Tensor], group: Group, gap: int) 
     length = -(-offset // group.size())
     padded = torch.cat([*content, torch.full((length * group.size() - offset,), -9.0)])
     local = padded.view(group.size(), -1)[group.rank()]
-    return Shards(tuple(names), group, CPU, local, sharding._cut(spans, length, group.size()))
+    return Shards(tuple(names), group, CPU, local.dtype, lambda: local, sharding._cut(spans, length, group.size()))
 
 
 LINE = (0, 1, 2, 3, 4, 5, 6, 7)

@@ -20,10 +20,10 @@ from tree_changes import CHANGES, changeable, set_data
 
 from stoker.kernels.triton_ops import TRITON
 from stoker.rollout import UnsupportedModelError, WeightsMismatchError
-from stoker.weight_sync import checksum, mirrored_source, shards
+from stoker.weight_sync import checksum, shards
 from stoker.weight_sync.aliased_source import AliasedSource
+from stoker.weight_sync.held import Held
 from stoker.weight_sync.mirrored_source import MirroredSource
-from stoker.weight_sync.shards import Held
 
 
 def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -198,7 +198,7 @@ def test_memory_that_the_trainer_lets_go_is_not_kept_by_what_is_known(dtype: str
 def test_what_moves_while_it_is_read_is_seen_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """By another thread of the trainer, say."""
     model: Any = make_model("llama")
-    read, weight = mirrored_source.read, model.lm_head.weight
+    read, weight = shards.read, model.lm_head.weight
     source = MirroredSource(model, torch.float64, None)
     source.tensors()
 
@@ -209,7 +209,7 @@ def test_what_moves_while_it_is_read_is_seen_the_next_time(monkeypatch: pytest.M
 
     set_data(model)  # so that it is read anew
     with monkeypatch.context() as patch:
-        patch.setattr(mirrored_source, "read", read_too_early)
+        patch.setattr(shards, "read", read_too_early)
         source.pull()
     assert torch.equal(source.tensors()["lm_head.weight"], weight.double())
     source.pull()

@@ -11,9 +11,10 @@ from families import make_model
 from mirrored import PARAMS, PROMPT, assert_matches, copies, engine_on, step
 
 from stoker.rollout import RolloutEngine, WeightsMismatchError
-from stoker.weight_sync import change_detection, mirrored_source
+from stoker.weight_sync import change_detection
+from stoker.weight_sync.gather import Gatherer
+from stoker.weight_sync.held import Held, Shards
 from stoker.weight_sync.mirror import Mirror
-from stoker.weight_sync.shards import Held, Shards
 
 Look = Callable[[], list[int]]
 CPU = torch.device("cpu")
@@ -61,7 +62,7 @@ def test_where_all_was_written_on_the_way_nothing_is_gathered_or_copied(monkeypa
             engine.update_weights()
         step(model)
         with monkeypatch.context() as patch:
-            patch.setattr(mirrored_source, "prepare", None)
+            patch.setattr(Gatherer, "prepare", None)
             patch.setattr(Mirror, "write", None)
             assert engine.update_weights() == 3
         assert engine.stats().last_update_bytes == 8 * sum(p.numel() for p in model.parameters())
@@ -157,7 +158,7 @@ def test_whole_tensors_among_shards_are_not_written_before_all_ranks_agreed() ->
     """Another one may refuse, and the old weights stay."""
     whole, part = torch.ones(4), torch.ones(3)
     group: Any = None
-    shards = Shards(("part",), group, CPU, part, ())
+    shards = Shards(("part",), group, CPU, part.dtype, lambda: part, ())
     shapes = {"whole": whole.shape, "part": torch.Size([6])}
     mirror = Mirror(shapes, dict.fromkeys(shapes, torch.float64), {}, (), CPU, (), lambda *_: None)
     for tensor in mirror.tensors.values():
