@@ -65,7 +65,7 @@ class _Part:
         """(where it belongs, what came) of every rank's rows in its share, [elements]."""
         if self.shards.even:  # nearly always: few calls in place of several for each rank
             rows, count = self.shards.rows, self.high - self.low
-            by_rank = tensors[self.shards.names[0]].view(-1).split(rows)
+            by_rank = tensors[self.shards.names[0]].view(-1, rows).unbind()
             if count < rows:
                 by_rank = tuple(of_rank[self.low : self.high] for of_rank in by_rank)
             if count < self.numel:
@@ -109,9 +109,13 @@ class Bucket:
         shares = zip(*map(self._split, gathered.unbind()), strict=True)
         _copy(pair for part, came in zip(self.parts, shares, strict=True) for pair in part.place(came, tensors))
 
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return [part.numel for part in self.parts]
+
     def _split(self, share: Tensor) -> Sequence[Tensor]:
         """A rank's share, cut into those of the parts."""
-        return share.view(self.dtype).split([part.numel for part in self.parts])
+        return share.view(self.dtype).split_with_sizes(self._sizes)
 
 
 def plan(
@@ -267,7 +271,7 @@ class Gatherer:
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Copy the second of each pair to the first."""
     if found := list(pairs):
-        torch._foreach_copy_(*map(list, zip(*found, strict=True)))
+        torch._foreach_copy_([to for to, _ in found], [came for _, came in found])
 
 
 def _are(things: Sequence[object], others: Sequence[object]) -> bool:
