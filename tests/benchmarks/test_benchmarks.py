@@ -135,9 +135,16 @@ def test_updates_of_weights_need_no_peft_but_for_adapters(monkeypatch: pytest.Mo
     assert "peft is not installed" in weights.table(run | {"ways": found | {"gathered": gathered}})[2]
 
 
-def test_a_token_behind_a_new_adapter_is_timed_on_the_engine_that_got_it(tmp_path: Path) -> None:
+def test_a_token_behind_a_new_adapter_is_timed_on_the_engine_that_got_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An update leaves to the next rollout to look at all weights, which is a part of what it takes."""
-    pytest.importorskip("peft", reason="PEFT is not installed")
+    lora = pytest.importorskip("stoker.benchmarks.lora", reason="PEFT is not installed", exc_type=ImportError)
+    toy, small = lora.SCENARIOS["cpu", True]
+    sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 128}
+    config = type(small.spec.config).from_dict(small.spec.config.to_dict() | sizes)
+    smaller = replace(small, spec=replace(small.spec, config=config))  # by which nothing but the time changes
+    monkeypatch.setitem(lora.SCENARIOS, ("cpu", True), [toy, smaller])
     found, _ = run(tmp_path, "lora")["lora"]
     assert all(found["updates"][way]["token_s"] > 0 for way in ("live", "merge and push"))
 

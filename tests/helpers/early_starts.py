@@ -180,18 +180,25 @@ def early_starts() -> Iterator[Found]:
         return run(self, what, pointers, value, mask, *more)
 
     class Operations(TorchDispatchMode):
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False  # which takes as long as the operation: nothing here is compiled
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **kwargs or {})
             name, launched, writes = _about(func)
+            if func.is_view:
+                return out
+            before, after = tensors_in((args, kwargs)), tensors_in(out)
+            known = {_storage(each) for each in before}
+            made.update((number, launches[0]) for number in map(_storage, after) if number not in known)
             poison = name == "fill_" and isinstance(args[1], float) and args[1] != args[1]  # of tests
-            tensors, known = tensors_in((args, kwargs, out)), {_storage(each) for each in tensors_in((args, kwargs))}
-            made.update((_storage(each), launches[0]) for each in tensors_in(out) if _storage(each) not in known)
             if running or not launched or poison:
                 return out
-            written = tensors_in((out, [args[number] for number in writes if number < len(args)]))
+            written = [*after, *tensors_in([args[number] for number in writes if number < len(args)])]
             operation = _Launch(f"torch's {name}", dependent=False)
             operation.filled = [_extent(each) for each in written if each.device.type == "cpu"]
-            storages = {_storage(each) for each in tensors if each.device.type == "cpu"}
+            storages = {_storage(each) for each in (*before, *after) if each.device.type == "cpu"}
             operations.append((operation, storages))
             return out
 
