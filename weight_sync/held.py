@@ -1,4 +1,4 @@
-"""What a trainer holds on one rank: whole tensors, and parts of tensors of which other ranks hold the rest."""
+"""What a trainer holds on one rank: whole tensors, and parts of tensors of which other ranks hold the rest. See ``shards``."""
 
 from __future__ import annotations
 
