@@ -183,6 +183,10 @@ class Reader:
         reshard(self._units)
         return self.held.with_parts() if self._tree.same() else None
 
+    def lies_as_read(self) -> bool:
+        """Whether the model is as it was read, and remembered. It reshards nothing, and what is gathered is not as it was."""
+        return self._tree is not None and self._tree.same()
+
     def forget(self) -> None:
         self._tree, self.held, self._units = None, None, []
 

@@ -233,6 +233,28 @@ def parts_that_move(rank: int, way: str) -> None:
                 assert all(one.expired() for one in memory)
 
 
+def alone_between_passes(rank: int) -> None:
+    """What a forward leaves in parts for a backward is the trainer's, though a rollout may come between."""
+    mesh, model = init_device_mesh("cpu", (4,)), small()
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=2)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        for step in (1, 2):
+            train(model, sgd(model), step)
+            engine.update_weights()
+        with torch.no_grad():
+            model(input_ids=torch.tensor([PROMPT]))
+        engine.generate_batch([PROMPT], PARAMS)
+        halves = [p._local_tensor for p in model.model.layers.parameters()]
+        assert any(
+            half.numel() * 2 == p.numel() for half, p in zip(halves, small().model.layers.parameters(), strict=True)
+        )
+        memory = [StorageWeakRef(half.untyped_storage()) for half in halves]
+        del halves
+        train(model, sgd(model), 3)
+        assert all(one.expired() for one in memory)
+
+
 def parts_of(model: nn.Module) -> list[torch.Tensor]:
     return [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
 
