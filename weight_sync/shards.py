@@ -147,8 +147,9 @@ def read(model: nn.Module) -> Held:
 class Reader:
     """Reads what a trainer holds, again and again: quickly where the model still has the same tensors at the same places.
 
-    Nothing is kept that has the parts of DTensors: a trainer may replace them, and need the memory. FSDP1 and ZeRO-3 are read
-    anew each time, and so are packed weights, whose scales lie in no module.
+    The parts of DTensors are not kept: a trainer may move them, and need the memory. The DTensors are: one that is replaced by
+    another (``load_state_dict(assign=True)``) has its memory until the next read. FSDP1 and ZeRO-3 are read anew each time, and
+    so are packed weights, whose scales lie in no module.
     """
 
     def __init__(self, model: nn.Module) -> None:
