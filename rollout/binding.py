@@ -27,11 +27,12 @@ from stoker.kernels.ops import Ops, check_gpu, ops_for
 from stoker.rollout.adapter_sources import AdapterSources
 from stoker.rollout.shell_builder import ShellBuilder
 from stoker.weight_sync.aliased_source import AliasedSource
+from stoker.weight_sync.mirrored_source import MirroredSource
 from stoker.weight_sync.module_tree import Tree
 from stoker.weight_sync.naming import check_kinds, kinds, unwrap
 from stoker.weight_sync.peft_adapters import Switches, active_adapters
 from stoker.weight_sync.rank_agreement import ALONE, Ranks, agree, ranks_of, refuse, telling
-from stoker.weight_sync.shards import is_sharded, lies_in_modules
+from stoker.weight_sync.shards import is_sharded
 from stoker.weight_sync.source import WeightSource, source_for
 
 
@@ -262,9 +263,14 @@ class ModelBinding:
 
     def _remember(self) -> None:
         """Remember the model as it is now, where the shell is known to be bound to it."""
-        # Not where every forward pass puts its parts elsewhere. Nor while adapters are being switched.
-        if self._seen is None and self.adapters.active is not None and lies_in_modules(self.model):
+        # Not while adapters are being switched. Nor what a forward has gathered, or puts elsewhere each time.
+        if self._seen is None and self.adapters.active is not None and self._lies_still():
             self._seen = Tree(self.model), Switches(self.model)
+
+    def _lies_still(self) -> bool:
+        """Whether modules hold what they will hold after the next forward, too."""
+        as_read = isinstance(self.source, MirroredSource) and self.source.lies_as_read()
+        return as_read or not is_sharded(self.model)
 
     def _look_at_adapters(self, *, announced: bool = True, same: bool = False) -> None:
         """As ``AdapterSources.look``."""

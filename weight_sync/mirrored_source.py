@@ -201,6 +201,10 @@ class MirroredSource:
         assert self.mirror is not None
         self.mirror.complete = False
 
+    def lies_as_read(self) -> bool:
+        """Whether the model has the same tensors at the same places as when it was read last, with nothing gathered."""
+        return self._reader.lies_as_read()
+
     def catch_up(self) -> bool:
         if self._reader.has_parts or (held := self._reader.remembered()) is None:
             if is_sharded(self.model) and not (dist.is_initialized() and dist.get_world_size() == 1):

@@ -147,8 +147,9 @@ def read(model: nn.Module) -> Held:
 class Reader:
     """Reads what a trainer holds, again and again: quickly where the model still has the same tensors at the same places.
 
-    Nothing is kept that has the parts of DTensors: a trainer may replace them, and need the memory. FSDP1 and ZeRO-3 are read
-    anew each time, and so are packed weights, whose scales lie in no module.
+    The parts of DTensors are not kept: a trainer may move them, and need the memory. The DTensors are: one that is replaced by
+    another (``load_state_dict(assign=True)``) has its memory until the next read. FSDP1 and ZeRO-3 are read anew each time, and
+    so are packed weights, whose scales lie in no module.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -182,6 +183,10 @@ class Reader:
             return None
         reshard(self._units)
         return self.held.with_parts() if self._tree.same() else None
+
+    def lies_as_read(self) -> bool:
+        """Whether the model is as it was read, and remembered. It reshards nothing, and what is gathered is not as it was."""
+        return self._tree is not None and self._tree.same()
 
     def forget(self) -> None:
         self._tree, self.held, self._units = None, None, []

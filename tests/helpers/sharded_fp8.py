@@ -161,6 +161,20 @@ def sleep(rank: int) -> None:
             assert before == {level} and engine.verify_weights().ok
 
 
+def set_after_a_forward(rank: int) -> None:
+    """A setting that changes while FSDP2 has the model gathered is seen by all ranks, also by one that has generated since."""
+    twin, model = make(""), sharded.by_fsdp2(make(""), reshard=False)
+    with RolloutEngine(model, config=IN_FP8) as engine:
+        for version in (1, 2):
+            with torch.no_grad():
+                model(input_ids=torch.tensor([PROMPT]))
+            if rank == 0:
+                engine.generate_batch([PROMPT], PARAMS)
+            for layer in (*model.model.layers, *twin.model.layers):
+                layer.self_attn.scaling *= 1.5
+            assert engine.update_weights() == version and assert_rounded(engine, twin) == {version}
+
+
 def fail_inside(rank: int) -> None:
     """A gather that fails at a layer leaves the engine refusing until the next one succeeds."""
     twin, model = make(""), sharded.by_fsdp2(make(""))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -28,7 +29,8 @@ from sharded import (
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from stoker.benchmarks.footprint import Peak, keep_nothing
@@ -217,7 +219,7 @@ WAYS = {"fsdp2": by_fsdp2, "fsdp2 on any dimension": by_fsdp2_on_any_dimension, 
 def parts_that_move(rank: int, way: str) -> None:
     """Updates after steps read a model's layout, and plan its gather, once. Of parts that the trainer moves nothing is kept."""
     twin, model = small(), WAYS[way](small())
-    with RolloutEngine(model, config=CONFIG) as engine:
+    with RolloutEngine(model, config=replace(CONFIG, check_finite_weights="any" in way)) as engine:
         for step in range(1, 6):
             for one in (twin, model):
                 train(one, sgd(one), step)
@@ -225,12 +227,52 @@ def parts_that_move(rank: int, way: str) -> None:
                 if step in (2, 5) and "fsdp2" in way:
                     stack.enter_context(mock.patch.object(shards, "read", None))
                     stack.enter_context(mock.patch.object(gather.Gatherer, "_plan", None))
+                    stack.enter_context(mock.patch.object(engine._binding, "_has_moved", None))
                 assert engine.update_weights() == step
             assert set(assert_matches(engine, twin)) == {step} and engine.verify_weights().ok
             if step == 3:
                 memory = [StorageWeakRef(parts.untyped_storage()) for parts in parts_of(model)]
                 move_parts(model)
                 assert all(one.expired() for one in memory)
+
+
+def placed_otherwise(rank: int) -> None:
+    """The same parts at the same addresses, which are of other rows now."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Linear(6, 4, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(torch.arange(24.0).view(4, 6), mesh, [Shard(0)]))
+    source = source_for(model)
+    (whole,) = source.tensors().values()
+    for placement, rows in ((Shard(0), [0, 1, 2, 3]), (_StridedShard(0, split_factor=2), [0, 2, 1, 3])):
+        part, shape, stride = model.weight._local_tensor, torch.Size([4, 6]), (6, 1)
+        other = DTensor.from_local(part, mesh, [placement], run_check=False, shape=shape, stride=stride)
+        torch.utils.swap_tensors(model.weight, nn.Parameter(other))
+        assert model.weight._local_tensor.data_ptr() == part.data_ptr()
+        part.mul_(2)
+        source.pull()
+        assert (whole[:, 0] / whole[-1, 0] * 3).tolist() == rows
+
+
+def alone_between_passes(rank: int) -> None:
+    """What a forward leaves in parts for a backward is the trainer's, though a rollout may come between."""
+    mesh, model = init_device_mesh("cpu", (4,)), small()
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=2)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        for step in (1, 2):
+            train(model, sgd(model), step)
+            engine.update_weights()
+        with torch.no_grad():
+            model(input_ids=torch.tensor([PROMPT]))
+        engine.generate_batch([PROMPT], PARAMS)
+        halves = [p._local_tensor for p in model.model.layers.parameters()]
+        assert any(
+            half.numel() * 2 == p.numel() for half, p in zip(halves, small().model.layers.parameters(), strict=True)
+        )
+        memory = [StorageWeakRef(half.untyped_storage()) for half in halves]
+        del halves
+        train(model, sgd(model), 3)
+        assert all(one.expired() for one in memory)
 
 
 def parts_of(model: nn.Module) -> list[torch.Tensor]:

@@ -61,6 +61,14 @@ def test_a_rank_that_generates_alone_after_a_forward_leaves_what_it_gathered():
     ranks.run(sharded_gathers.alone_after_a_forward, 2)
 
 
+def test_parts_that_stay_and_are_placed_otherwise():
+    ranks.run(sharded_gathers.placed_otherwise, 2)
+
+
+def test_a_rollout_between_a_forward_and_a_backward_keeps_nothing_of_the_trainers():
+    ranks.run(sharded_gathers.alone_between_passes, 4)
+
+
 def test_groups_of_a_world_that_is_no_more_are_let_go(tmp_path):
     ranks.run(sharded_faults.formed_anew, 3, str(tmp_path))
 

@@ -277,3 +277,19 @@ def test_no_more_is_sent_than_is_wanted(world: World) -> None:
     for sent in world.run(main):
         # 300 rows, 56 at a time and then 20; of these the last 60 of the fourth rank. To a whole 16 bytes.
         assert sent == [5 * 112 + 48, 112 + 48]
+
+
+@pytest.mark.parametrize("memory", [64, 10**6])
+def test_what_is_wanted_may_end_before_the_parts_of_the_ranks_do(world: World, memory: int) -> None:
+    full = {name: torch.randn(count) for name, count in {"first": 10, "second": 83, "third": 17}.items()}
+
+    def main(rank: int) -> None:
+        for wanted in ({name} for name in full):
+            shards = flat([*full], full, world.group(LINE), 0).of(lambda name, wanted=wanted: name in wanted)
+            buckets = gathering.plan([shards], dict.fromkeys(full, torch.float32), memory, CPU)
+            tensors = {name: torch.zeros_like(full[name]) for name in full}
+            assert gathering.gather(buckets, gathering.buffers_for(buckets, CPU), tensors, lambda _: None) is None
+            for name, tensor in tensors.items():
+                assert torch.equal(tensor, full[name] if name in wanted else torch.zeros_like(tensor)), name
+
+    world.run(main)

@@ -24,6 +24,10 @@ def test_a_sleep_at_every_level() -> None:
     ranks.run(sharded_fp8.sleep, 2)
 
 
+def test_a_setting_that_changes_after_a_forward() -> None:
+    ranks.run(sharded_fp8.set_after_a_forward, 2)
+
+
 def test_a_gather_that_fails_at_a_layer() -> None:
     ranks.run(sharded_fp8.fail_inside, 2)
 
