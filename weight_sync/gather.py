@@ -55,7 +55,7 @@ class _Part:
     def pack(self, share: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """(where in ``share``, [elements], they belong, this rank's rows), if it has any."""
         rows = self.shards.local
-        if self.low or self.high < len(rows):  # of a flat parameter not all may be wanted
+        if self.low or self.high < rows.shape[0]:  # of a flat parameter not all may be wanted
             rows = rows[self.low : self.high]
         if count := rows.numel():
             share = share if count == self.numel else share[:count]
