@@ -11,17 +11,20 @@ from stoker.weight_sync.checksum import prepare
 from stoker.weight_sync.held import Held
 from stoker.weight_sync.mirror import Mirror
 
+# By the names of what is looked at together: its checksum, and where it belongs, if it is a part (``Shards.pieces``).
+Seen = Mapping[tuple[str, ...], tuple[int, object]]
+
 
 @dataclass(frozen=True)
 class Changes:
     """What a look found.
 
-    now: checksums. changed: names of what changed since the last look. written: by name, the bytes of what was taken already.
+    now: as of ``Seen``. changed: names of what changed since the last look. written: by name, the bytes of what was taken already.
     refusal: why not to take the rest; None: nothing is wrong.
     """
 
     held: Held
-    now: dict[tuple[str, ...], int]
+    now: Seen
     changed: set[tuple[str, ...]]
     written: Mapping[str, int]
     refusal: Exception | None
@@ -48,6 +51,8 @@ class Look:
         looked_at.update(((name,), tensor) for name, tensor in full.items())
         looked_at.update((s.names, s.local) for s in held.shards)
         self._names = list(looked_at)
+        pieces = {s.names: s.pieces for s in held.shards}
+        self._pieces = [pieces.get(names) for names in looked_at]
         targets = [mirror.tensors[name] for name in written]
         self._checksums = prepare(list(looked_at.values()), mirror.device, targets)
 
@@ -55,12 +60,12 @@ class Look:
         """Whether it is still valid for the mirror, at its address, and for these expectations."""
         return (self._mirror.consumer, self._mirror.data.data_ptr(), expected) == self._of
 
-    def find_changes(self, before: Mapping[tuple[str, ...], int], refusal: Exception | None) -> Changes:
-        """before: the checksums of the last look."""
+    def find_changes(self, before: Seen, refusal: Exception | None) -> Changes:
+        """before: of the last look."""
         if not self._mirror.complete:
             before = {}
         if self._written:
             self._mirror.complete = False
-        now = dict(zip(self._names, self._checksums(), strict=True))
-        changed = {names for names, number in now.items() if before.get(names) != number}
+        now = dict(zip(self._names, zip(self._checksums(), self._pieces, strict=True), strict=True))
+        changed = {names for names, seen in now.items() if before.get(names) != seen}
         return Changes(self._held, now, changed, self._written, refusal)

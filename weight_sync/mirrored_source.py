@@ -20,7 +20,7 @@ from stoker.kernels.errors import (
 )
 from stoker.kernels.host_memory import StableBuffers
 from stoker.weight_sync.bitsandbytes_state import give_state, with_scales
-from stoker.weight_sync.change_detection import Changes, Look
+from stoker.weight_sync.change_detection import Changes, Look, Seen
 from stoker.weight_sync.checksum import in_doubt, unfit
 from stoker.weight_sync.form import Form
 from stoker.weight_sync.gather import MEMORY_BYTES, Gatherer
@@ -50,7 +50,7 @@ class MirroredSource:
     Of adapters it holds those that are sharded, in the trainer's dtype; the engine reads whole ones where they are. Weights in 4
     bits are held packed, with their scales.
 
-    A pull reads what this rank holds, and writes only tensors whose checksum changed since the last pull. Whole tensors that the
+    A pull reads what this rank holds, and writes only tensors whose checksum, or place, changed since. Whole tensors that the
     last pull found changed are written in the same pass. Shards are gathered bucket by bucket straight into the mirror; while
     one bucket is put in place, the next is gathered. Both together take at most ``gather_bytes`` besides the mirror, Gloo's own
     buffers included (but at least one row of a tensor that is sharded along another dimension than its first); checksums, made
@@ -103,7 +103,7 @@ class MirroredSource:
         self.mirror: Mirror | None = None
         self._gatherer: Gatherer | None = None  # to the mirror
         self._kept: set[str] = set()  # weights that could pass through, and must not
-        self._seen: dict[tuple[str, ...], int] = {}
+        self._seen: Seen = {}
         self._expected: set[tuple[str, ...]] = set()  # what is expected to change again, as it did the last time
         self._from_elsewhere = False
         self._number: int | None = None  # of ``number_of``: tells apart several sources of the same model

@@ -284,3 +284,18 @@ def move_parts(model: nn.Module) -> None:
     for unit in filter(shards.is_unit, model.modules()):
         flat: Any = unit._handle.flat_param
         flat.data = flat._local_shard = flat.data.clone()
+
+
+def parts_of_columns(rank: int) -> None:
+    """Parts by rows become parts by columns, and keep their numbers, in their order: the whole is another one."""
+    twin, model, mesh = small(), small(), init_device_mesh("cpu", (2,))
+    projection = model.get_submodule(GATE.removesuffix(".weight"))
+    halves = projection.weight.detach().clone().chunk(2)
+    projection.weight = nn.Parameter(distribute_tensor(torch.cat(halves), mesh, [Shard(0)]))
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert engine.update_weights() == 1 and engine.verify_weights().ok
+        columns = [half.reshape(2 * half.shape[0], -1) for half in halves]
+        projection.weight = nn.Parameter(DTensor.from_local(columns[rank], mesh, [Shard(1)]))
+        assert engine.update_weights() == 2 and engine.verify_weights().ok
+        twin.get_parameter(GATE).data.copy_(torch.cat(columns, 1))
+        assert set(assert_matches(engine, twin)) == {2}

@@ -119,6 +119,10 @@ def test_one_changed_tensor_is_named_and_moved_alone():
     assert moved == moved_too == weight.nbytes
 
 
+def test_parts_that_belong_elsewhere_now_are_moved():
+    ranks.run(sharded_gathers.parts_of_columns, 2)
+
+
 def test_groups_that_see_other_changes_stay_in_step():
     ranks.run(sharded_faults.copies_that_differ, 4)
 
