@@ -36,7 +36,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_model(**overrides: Any) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=len(CHARACTERS) + 3,
+        vocab_size=overrides.pop("vocab_size", len(CHARACTERS) + 3),
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
