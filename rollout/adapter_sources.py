@@ -74,6 +74,8 @@ class AdapterSources:
         so its adapters are the same tensors. Raises ``UnsupportedModelError``, and takes nothing, where the shell
         cannot run them.
         """
+        if not announced:
+            self._check_copies(source)
         before, moved = self._layout, False
         found = self._changing() if same else self._find(source.adapters, announced)
         if self._others or not same:
@@ -166,9 +168,11 @@ class AdapterSources:
         adapter's. Where a model is sharded, all ranks call this together.
         """
         checked, wrong = 0, list[str]()
-        for name, copies in self._gathered.items():  # first, as other ranks wait for it
-            compared, different = copies.mismatches((name,))
+        for name, copies in self._gathered.items():
+            compared, different = copies.mismatches((name,))  # first, as other ranks wait for it
+            different += copies.replaced_adapters()
             checked, wrong = checked + compared, wrong + [f"{name}: {tensor}" for tensor in different]
+        wrong += source.replaced_adapters()
         live = {n: a for n, a in live_adapters(unwrap(self._model), source.adapters).items() if n in self.weights}
         for name, held in live.items():
             mine = used.get(name, self.weights[name])
@@ -196,6 +200,20 @@ class AdapterSources:
     def _changing(self) -> dict[str, AdapterWeights]:
         """All adapters that can change: all but copies."""
         return {name: adapter for name, adapter in self.weights.items() if name not in self._copies}
+
+    def _check_copies(self, source: WeightSource) -> None:
+        """Raise ``UnsupportedModelError`` where a copy is of an adapter that another one has replaced since the last pull."""
+        if replaced := source.replaced_adapters():
+            raise UnsupportedModelError(
+                f"{replaced[0]} was replaced since the last update, and the engine has a copy of what was there before: call "
+                "update_weights() on every rank; where that is refused, build a new engine"
+            )
+        for name, copies in self._gathered.items():
+            if replaced := copies.replaced_adapters():
+                raise UnsupportedModelError(
+                    f"adapter {name!r}: {replaced[0]} was replaced on its model since the last update, and the engine has a copy of "
+                    "what was there before: call update_weights() on every rank; where that is refused, load the adapter again"
+                )
 
     def _find(self, whole: Mapping[str, Tensor], announced: bool) -> dict[str, AdapterWeights]:
         """The live model's adapters, and the sums of those that were active together. whole: as for ``live_adapters``."""

@@ -90,6 +90,9 @@ class AliasedSource:
     def names(self) -> set[str]:
         return set(self.tensors())
 
+    def replaced_adapters(self) -> list[str]:
+        return []
+
     def rehome(self, groups: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], Tensor]:
         """For each group of names one tensor of all their rows; groups that must not be moved are left out.
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import ReferenceType
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stoker.weight_sync.bitsandbytes_state import is_laid_out_for_cpu
@@ -104,6 +105,7 @@ class Held:
     parameters: set[str] = field(default_factory=set)
     optional: set[str] = field(default_factory=set)  # buffers that no checkpoint has
     adapters: set[str] = field(default_factory=set)  # tensors of adapters, of which only sharded ones are read
+    homes: dict[str, ReferenceType[nn.Module]] = field(default_factory=dict)  # the modules that have these
     states: dict[str, Any] = field(default_factory=dict)  # of each weight in 4 bits; its scales are whole tensors
     scales: set[str] = field(default_factory=set)  # names of these scales: the weight's, then their own
 
@@ -144,6 +146,7 @@ class Held:
             dtypes={name: dtype for name, dtype in self.dtypes.items() if name in names},
             aliases={other: first for other, first in self.aliases.items() if first in names},
             parameters=self.parameters & names,
+            homes={name: home for name, home in self.homes.items() if name in names},
         )
 
     def without_parts(self) -> Held:

@@ -27,7 +27,7 @@ from stoker.weight_sync.gather import MEMORY_BYTES, Gatherer
 from stoker.weight_sync.held import Held, by_group
 from stoker.weight_sync.mirror import Consumer, Mirror
 from stoker.weight_sync.mirror_comparison import compare
-from stoker.weight_sync.naming import engine_dtypes, main_dtype, named_tensors, unwrap
+from stoker.weight_sync.naming import engine_dtypes, main_dtype, named_tensors, unwrap, walk_adapters
 from stoker.weight_sync.rank_agreement import agree, number_of, parts_of, refuse, telling, unite
 from stoker.weight_sync.shards import Reader, is_sharded
 from stoker.weight_sync.staging import copy_each
@@ -86,6 +86,7 @@ class MirroredSource:
         held = self._read()
         self._shapes, self._aliases = held.shapes, held.aliases
         self._adapters, self._beside, self._packed = held.adapters, held.beside, held.states
+        self._homes = held.homes
         self._parts = parts_of(held.shards)  # kept, so that a rank knows them even when it cannot read its own
         parameters = held.parameters - held.adapters  # these stay in the trainer's dtype
         self._dtypes = engine_dtypes(model, held.dtypes, parameters, dtype)
@@ -169,6 +170,13 @@ class MirroredSource:
     @property
     def adapters(self) -> dict[str, Tensor]:
         return {name: self.mirror.tensors[name] for name in self._adapters} if self.mirror is not None else {}
+
+    def replaced_adapters(self) -> list[str]:
+        if not self._homes:
+            return []
+        now = dict(walk_adapters(self.model))
+        homes = ((name, now.get(name.rpartition(".")[0]), home()) for name, home in self._homes.items())
+        return sorted(name for name, module, home in homes if module is not None and module is not home)
 
     def rehome(self, groups: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], Tensor]:
         assert self.mirror is not None
@@ -300,7 +308,7 @@ class MirroredSource:
             written = self._bring(found)
         else:
             self._give_states(mirror)
-        mirror.complete, self._from_elsewhere, self._seen = True, False, found.now
+        mirror.complete, self._from_elsewhere, self._seen, self._homes = True, False, found.now, held.homes
         return written
 
     def _bring(self, found: Changes) -> int:

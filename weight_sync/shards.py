@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -139,8 +140,9 @@ def read(model: nn.Module) -> Held:
     for path, module in modules:
         if inside(module) is None and (state := state_of(module)) is not None:
             _read_scales(held, f"{path}.weight", state)
-    paths = {path for path, _ in of_adapters}
-    held.adapters = {name for name in held.names if name.rpartition(".")[0] in paths}
+    homes = {path: ref(module) for path, module in of_adapters}
+    held.homes = {name: homes[path] for name in held.names if (path := name.rpartition(".")[0]) in homes}
+    held.adapters = {*held.homes}
     return held
 
 

@@ -55,6 +55,9 @@ class WeightSource(Protocol):
     def adapters(self) -> Mapping[str, Tensor]:
         """Copies of the adapters' tensors that the trainer holds only in parts, by the names of ``walk_adapters``."""
 
+    def replaced_adapters(self) -> list[str]:
+        """The names of those among ``adapters`` that other modules have since the last pull: the copies are of what was there before."""
+
     def rehome(self, groups: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], Tensor]:
         """For each group that lies side by side, or could be laid so, one tensor over all its rows.
 

@@ -8,6 +8,7 @@ import oracle
 import pytest
 import torch
 from adapted import lora, running
+from peft import PeftModel
 from sharded import CONFIG, by_fsdp2
 from sharded_adapters import GREEDY, PROMPT, adapted
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,6 +48,9 @@ def refused(rank: int) -> None:
         theirs.delete_adapter("default")
         theirs.add_adapter("default", lora(r=2, target_modules=["q_proj"]))  # whole on every rank
         theirs.set_adapter("default")
+        with pytest.raises(UnsupportedModelError, match=r"'theirs': .*lora_A.* was replaced on its model"):
+            engine.generate_batch([PROMPT], GREEDY)
+        assert any(name.startswith("theirs: ") for name in engine.verify_weights().mismatched)
         with pytest.raises(
             UnsupportedModelError, match=r"unload_adapter\('theirs'\), update the weights and load it again"
         ):
@@ -102,3 +106,36 @@ def odds_and_ends(rank: int) -> None:
         model.delete_adapter("default")
         with pytest.raises(UnsupportedModelError, match="build a new engine"):
             engine.update_weights()
+
+
+def replaced(rank: int) -> None:
+    """Another adapter under the name of a sharded one: nothing is sampled from copies of the old one with what is new."""
+    for options in ({}, {"lora_alpha": 64}, {"r": 2, "target_modules": ["down_proj", "k_proj"]}):
+        twin, model = adapted("qwen3", {}), by_fsdp2(adapted("qwen3", {}))
+        with RolloutEngine(model, config=CONFIG) as engine:
+            engine.generate_batch([PROMPT], GREEDY)
+            for one in (twin, model):
+                one.delete_adapter("default")
+                torch.manual_seed(9)
+                one.add_adapter("default", lora(init_lora_weights=False, **options))  # whole on every rank
+                one.set_adapter("default")
+            for _ in range(2):
+                with pytest.raises(UnsupportedModelError, match=r"lora_A.* was replaced since the last update"):
+                    engine.generate_batch([PROMPT], GREEDY)
+                assert any("lora_A" in name for name in engine.verify_weights().mismatched)
+                with pytest.raises(UnsupportedModelError, match="build a new engine"):
+                    engine.update_weights()
+            if not options:  # then a sharded one can take the old one's place
+                for module in [m for n, m in model.named_modules() if n.endswith(("lora_A.default", "lora_B.default"))]:
+                    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+                with pytest.raises(UnsupportedModelError, match="was replaced since the last update"):
+                    engine.generate_batch([PROMPT], GREEDY)
+                engine.update_weights()
+                assert follows(engine, twin) and engine.verify_weights().ok
+        with RolloutEngine(model, config=CONFIG) as engine:
+            assert follows(engine, twin)
+
+
+def follows(engine: RolloutEngine, twin: PeftModel) -> bool:
+    (out,) = engine.generate_batch([PROMPT], GREEDY)
+    return out.completions[0].token_ids == oracle.greedy(twin, PROMPT, GREEDY.max_tokens)

@@ -73,3 +73,7 @@ def test_what_is_refused_on_one_rank_is_on_all():
 
 def test_odds_and_ends():
     ranks.run(sharded_adapter_faults.odds_and_ends, 2)
+
+
+def test_an_adapter_that_another_one_replaced_is_not_run_from_its_copies():
+    ranks.run(sharded_adapter_faults.replaced, 2)
