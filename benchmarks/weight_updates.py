@@ -302,7 +302,7 @@ def of_adapter(scenario: Scenario, device: str) -> dict[str, Any]:
 
     work = lora.SCENARIOS["cpu", True][0].workload
     one = lora.Scenario(spec=scenario.spec, workload=work, adapters=1, repeats=scenario.repeats)
-    model = lora.build(one, device)
+    model = lora.build(one.spec, device, one.adapters)
     with RolloutEngine(model, config=replace(CONFIG, max_loras=1)) as engine:
         lora.check(engine, model, work.draw(scenario.spec.config.vocab_size, 0)[:1], 1)
         found = lora.updates(engine, model, one, device)
