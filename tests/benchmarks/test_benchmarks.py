@@ -135,6 +135,14 @@ def test_updates_of_weights_need_no_peft_but_for_adapters(monkeypatch: pytest.Mo
     assert "peft is not installed" in weights.table(run | {"ways": found | {"gathered": gathered}})[2]
 
 
+def test_updates_of_an_adapter_are_timed() -> None:
+    weights = pytest.importorskip("stoker.benchmarks.weights")
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    found = weights.of_adapter(weights.SCENARIOS["cpu", True][0], "cpu")
+    assert found["adapter, live"]["bytes"] == 0 < found["adapter, merge and push"]["bytes"]
+    assert all(min(way["seconds"]) > 0 for way in found.values())
+
+
 def test_a_token_behind_a_new_adapter_is_timed_on_the_engine_that_got_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
