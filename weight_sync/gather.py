@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from operator import is_
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from stoker.kernels.errors import EngineStateError
 from stoker.weight_sync.held import Piece, Shards
 from stoker.weight_sync.mirror import Mirror
+from stoker.weight_sync.module_tree import same_objects
 from stoker.weight_sync.rank_agreement import lost
 
 # Collectives reach their full bandwidth from some 10 MB a rank on; larger buckets only take memory.
@@ -229,7 +229,7 @@ class Gatherer:
         Raises ``EngineStateError`` where there is no memory for it.
         """
         mirror = self._mirror
-        if self._of is None or self._of[0] != kept or not _are(self._of[1], shards):
+        if self._of is None or self._of[0] != kept or not same_objects(self._of[1], shards):
             self._plan(shards, kept)
             self._of = kept, [*shards]
         buckets, after = self._buckets, self._after
@@ -272,7 +272,3 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Copy the second of each pair to the first."""
     if found := list(pairs):
         torch._foreach_copy_([to for to, _ in found], [came for _, came in found])
-
-
-def _are(things: Sequence[object], others: Sequence[object]) -> bool:
-    return len(things) == len(others) and all(map(is_, things, others))

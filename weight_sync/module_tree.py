@@ -78,7 +78,7 @@ class Tree:
         Of a large model it looks at only a part. It misses the first tensor or child of a module that had none; another name,
         dtype or layout at the same address; and a registry that was replaced by another.
         """
-        same = _are(get_referents(*self._some), self._held)
+        same = same_objects(get_referents(*self._some), self._held)
         return same and list(map(Tensor.data_ptr, self._lying.now())) == self._at
 
     def same(self) -> bool:
@@ -99,7 +99,7 @@ class Tree:
         """Whether registries of parameters and buffers that were not empty hold the same."""
         registries = list(map(dict.__getitem__, self._owners, self._keys))
         counts, names, values = contents = _contents(registries)
-        if (counts, names) != self._contents[:2] or not _are(values, self._contents[2]):
+        if (counts, names) != self._contents[:2] or not same_objects(values, self._contents[2]):
             if list(map(_ids, registries)) != list(map(_ids, self._members)):
                 return False
             self._contents = contents  # only the order is another, as PEFT's forwards leave it for experts
@@ -120,7 +120,7 @@ class _Placed:
         return [*self._plain, *map(_local, self.parts)] if self.parts else self._plain
 
     def laid_out_as_before(self) -> bool:
-        return _are(list(map(_spec, self.parts)), self._layouts)
+        return same_objects(list(map(_spec, self.parts)), self._layouts)
 
 
 def _ids(registry: dict[str, Any]) -> dict[str, int]:
@@ -133,6 +133,6 @@ def _contents(registries: Sequence[dict[str, Any]]) -> tuple[list[int], list[str
     return list(map(len, registries)), list(chain.from_iterable(registries)), list(values)
 
 
-def _are(things: Sequence[object], others: Sequence[object]) -> bool:
+def same_objects(things: Sequence[object], others: Sequence[object]) -> bool:
     """Whether they are the same objects. Does not read them."""
     return len(things) == len(others) and all(map(is_, things, others))
