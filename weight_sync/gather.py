@@ -127,9 +127,8 @@ def plan(
     that ``gather`` may take, including Gloo's own buffers.
     """
     buckets: list[Bucket] = []
-    room: dict[
-        tuple[dist.ProcessGroup, torch.dtype], tuple[Bucket, int]
-    ] = {}  # the last bucket of each kind, and bytes left
+    # The last bucket of each kind, and the bytes that are left in it.
+    room: dict[tuple[dist.ProcessGroup, torch.dtype], tuple[Bucket, int]] = {}
     for one in shards:
         limit = max(_ALIGNMENT, share_bytes(one.group, memory_bytes, device) // _ALIGNMENT * _ALIGNMENT)
         wanted = {dtypes[name] for name in one.names}

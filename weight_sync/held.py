@@ -170,5 +170,5 @@ def by_group(shards: Iterable[Shards]) -> dict[dist.ProcessGroup, list[Shards]]:
 
 
 def part_of(tensor: DTensor) -> Tensor:
-    """What a rank holds of it, as ``to_local`` gives it, in an eighth of the time."""
+    """What a rank holds of it, as ``to_local`` gives it, without what that takes for autograd."""
     return tensor._local_tensor.detach()
