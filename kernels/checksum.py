@@ -175,7 +175,7 @@ def _jobs_of_piece(nbytes: int) -> int:
     return 1 if words <= FEW_WORDS else 1 + _PER_SET * (words // APART // SET + 1)
 
 
-@lru_cache(maxsize=8)  # weights seldom move
+@lru_cache(maxsize=512)  # weights seldom move; with each bucket of a gather a few of them are looked at
 def _plan(places: tuple[tuple[int, int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Which tensor each program works on, int32 [programs], and for each tensor, int64 [n, 4]: address, bytes, first
     program, and address that it is written to.

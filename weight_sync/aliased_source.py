@@ -33,7 +33,7 @@ class _Look(NamedTuple):
 
     tensors: Sequence[Tensor]
     addresses: list[int]
-    checksums: Callable[[], list[int]]
+    checksums: Callable[[], Tensor]
 
 
 class AliasedSource:
@@ -216,7 +216,8 @@ class AliasedSource:
         if self._look is None or list(map(Tensor.data_ptr, self._look.tensors)) != self._look.addresses:
             tensors = _once(t for _, t, _ in self._bound)
             self._look = _Look(tensors, [t.data_ptr() for t in tensors], prepare(tensors, self.device))
-        return self._look.checksums()
+        numbers: list[int] = self._look.checksums().tolist()
+        return numbers
 
     def check(self) -> None:
         """Raise ``WeightsMovedError`` where a bound parameter changed its dtype or device."""

@@ -11,6 +11,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from stoker.kernels.host_memory import to_device
 from stoker.kernels.ops import ops_for
 from stoker.kernels.reference.checksum import PIECE_BYTES
 
@@ -73,26 +74,27 @@ def checksums(
     return found
 
 
-def prepare(tensors: Sequence[Tensor], device: torch.device, targets: Sequence[Tensor] = ()) -> Callable[[], list[int]]:
+def prepare(tensors: Sequence[Tensor], device: torch.device, targets: Sequence[Tensor] = ()) -> Callable[[], Tensor]:
     """A function that makes the ``checksums`` each time it is called, valid while all tensors stay where they are.
 
-    targets: tensors on ``device`` to which the first tensors, which are there too, are written, cast, as they are read.
+    It gives them as int64 [tensors] on ``device``, and waits for no device. targets: tensors there to which the first tensors,
+    which are there too, are written, cast, as they are read.
     """
     lots: dict[torch.device | None, list[int]] = {None: list(range(len(targets)))} if targets else {}
     for i, tensor in enumerate(tensors[len(targets) :], len(targets)):
         lots.setdefault(tensor.device, []).append(i)
-    owners = list(chain.from_iterable(lots.values()))  # of the numbers, in their order
     parts = [
         ops_for(place or device).prepare_checksums([tensors[i] for i in lot], () if place else targets)
         for place, lot in lots.items()
     ]
+    owners = torch.tensor([*chain.from_iterable(lots.values())], dtype=torch.int64, device="cpu")
+    order = to_device(owners.argsort(), device) if len(parts) > 1 else None
 
-    def checksums() -> list[int]:
-        numbers = torch.cat([part().to(device) for part in parts]).tolist() if parts else []
-        found = [0] * len(owners)
-        for i, number in zip(owners, numbers, strict=True):
-            found[i] = number
-        return found
+    def checksums() -> Tensor:
+        made = [part().to(device) for part in parts]
+        if order is None:
+            return made[0] if made else torch.zeros(0, dtype=torch.int64, device=device)
+        return torch.cat(made)[order]
 
     return checksums
 

@@ -20,7 +20,7 @@ from stoker.kernels.errors import (
 )
 from stoker.kernels.host_memory import StableBuffers
 from stoker.weight_sync.bitsandbytes_state import give_state, with_scales
-from stoker.weight_sync.change_detection import Changes, Look, Seen
+from stoker.weight_sync.change_detection import Changes, Glances, Look, Seen
 from stoker.weight_sync.checksum import in_doubt, unfit
 from stoker.weight_sync.form import Form
 from stoker.weight_sync.gather import MEMORY_BYTES, Gatherer
@@ -50,11 +50,12 @@ class MirroredSource:
     Of adapters it holds those that are sharded, in the trainer's dtype; the engine reads whole ones where they are. Weights in 4
     bits are held packed, with their scales.
 
-    A pull reads what this rank holds, and writes only tensors whose checksum, or place, changed since. Whole tensors that the
-    last pull found changed are written in the same pass. Shards are gathered bucket by bucket straight into the mirror; while
-    one bucket is put in place, the next is gathered. Both together take at most ``gather_bytes`` besides the mirror, Gloo's own
-    buffers included (but at least one row of a tensor that is sharded along another dimension than its first); checksums, made
-    before that, take some 5 MiB on a CPU. Ranks take part in each other's gathers where they find different tensors changed.
+    A pull reads what this rank holds, and writes only tensors whose checksum, or place, changed since. Of what the last pull
+    found changed, whole tensors are written in the same pass, and parts are looked at while they are gathered, if a glance shows
+    that they changed again. Shards are gathered bucket by bucket straight into the mirror; while one bucket is put in place, the
+    next is gathered. Both together take at most ``gather_bytes`` besides the mirror, Gloo's own buffers included (but at least
+    one row of a tensor that is sharded along another dimension than its first); checksums take some 5 MiB on a CPU, where all
+    are made before that. Ranks take part in each other's gathers where they find different tensors changed.
 
     Whatever can be refused is refused before the first byte is written. A gather that fails half-way leaves the mirror partly
     old and partly new, and ``complete`` False until a pull succeeds. (A second mirror could keep the old version, for twice the
@@ -105,6 +106,7 @@ class MirroredSource:
         self._gatherer: Gatherer | None = None  # to the mirror
         self._kept: set[str] = set()  # weights that could pass through, and must not
         self._seen: Seen = {}
+        self._glances: Glances = {}
         self._expected: set[tuple[str, ...]] = set()  # what is expected to change again, as it did the last time
         self._from_elsewhere = False
         self._number: int | None = None  # of ``number_of``: tells apart several sources of the same model
@@ -292,7 +294,7 @@ class MirroredSource:
             look = Look(held, self.mirror, expected)
             if not self._reader.has_parts:  # which it would keep in memory when the trainer no longer does
                 known.looks[bool(expected)] = look
-        return look.find_changes(self._seen, refusal)
+        return look.find_changes(self._seen, self._glances, refusal)
 
     def _take(self, found: Changes, alike: Sequence[str] = ()) -> int:
         mirror, held, changed = self.mirror, found.held, found.changed
@@ -308,7 +310,8 @@ class MirroredSource:
             written = self._bring(found)
         else:
             self._give_states(mirror)
-        mirror.complete, self._from_elsewhere, self._seen, self._homes = True, False, found.now, held.homes
+        mirror.complete, self._from_elsewhere, self._homes = True, False, held.homes
+        self._seen, self._glances = found.now, found.glances
         return written
 
     def _bring(self, found: Changes) -> int:
@@ -337,8 +340,9 @@ class MirroredSource:
             mirror.complete = False
             try:
                 with self._telling():
-                    gathering(refresh)
+                    gathering(refresh, found.later.go_on)
                     written += mirror.write(new)
+                    found.now.update(found.later.seen())
                 agree(self._parts, self.device, half_way=True)
             except Exception as error:
                 if not self._parts:

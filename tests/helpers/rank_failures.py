@@ -30,7 +30,7 @@ from stoker.rollout import (
     shell_builder,
     updates,
 )
-from stoker.weight_sync import gather, mirror, mirror_comparison, mirrored_source
+from stoker.weight_sync import change_detection, gather, mirror, mirror_comparison, mirrored_source
 from stoker.weight_sync.aliased_source import AliasedSource
 from stoker.weight_sync.mirror import Mirror
 from stoker.weight_sync.shards import Reader
@@ -127,6 +127,7 @@ def lack_of_memory(rank: int, sharding: str) -> None:
                 (Reader, "read", 0),
                 (mirrored_source, "Look", 0),
                 (gather, "buffers_for", 0),
+                (change_detection.Later, "go_on", 3),
                 (gather._Part, "pack", 3),
                 (gather._Part, "place", 3),
                 (mirror, "copy_each", 0),

@@ -36,7 +36,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from stoker.benchmarks.footprint import Peak, keep_nothing
 from stoker.kernels.reference import checksum
 from stoker.rollout import EngineStateError, RolloutEngine, UnsupportedModelError
-from stoker.weight_sync import gather, shards
+from stoker.weight_sync import change_detection, gather, shards
 from stoker.weight_sync.mirrored_source import MirroredSource
 from stoker.weight_sync.source import source_for
 
@@ -299,3 +299,54 @@ def parts_of_columns(rank: int) -> None:
         assert engine.update_weights() == 2 and engine.verify_weights().ok
         twin.get_parameter(GATE).data.copy_(torch.cat(columns, 1))
         assert set(assert_matches(engine, twin)) == {2}
+
+
+def looked_at_meanwhile(rank: int) -> None:
+    """Parts that changed the last time, and at a glance did again, are looked at while they are gathered; others before that."""
+    change_detection._GLANCE = 4
+    twin, model = small(), by_fsdp2(small())
+    optimizers = sgd(twin), sgd(model)
+    held, whole = (sum(t.nbytes for t in tensors) for tensors in (parts_of(model), twin.parameters()))
+    prepare, collective = change_detection.prepare, gather.all_gather
+    looked, sent = {"before": 0, "meanwhile": 0}, list[int]()
+
+    def looking(tensors: list[torch.Tensor], *arguments: Any) -> Any:
+        looked["meanwhile" if sent else "before"] += sum(t.nbytes for t in tensors)
+        return prepare(tensors, *arguments)
+
+    def sending(*arguments: Any, **fields: Any) -> Any:
+        sent.append(rank)
+        return collective(*arguments, **fields)
+
+    def update() -> tuple[bool, bool, int]:
+        """(whether most was looked at before the gather, and within it, bytes that were moved)."""
+        looked.update(before=0, meanwhile=0)
+        sent.clear()
+        engine.update_weights()
+        return looked["before"] > held / 2, looked["meanwhile"] > held / 2, engine.stats().last_update_bytes
+
+    def number_of(parameter: Any, place: int) -> torch.Tensor:
+        return parameter.to_local().detach().view(-1)[place]
+
+    with (
+        RolloutEngine(model, config=replace(CONFIG, gather_memory=2**16)) as engine,
+        mock.patch.object(change_detection, "prepare", looking),
+        mock.patch.object(gather, "all_gather", sending),
+    ):
+        for step in range(1, 5):
+            for one, optimizer in zip((twin, model), optimizers, strict=True):
+                train(one, optimizer, step)
+            assert update() == (step == 1, step > 1, whole)  # the first token's embedding is as it was, at a glance
+            assert sum(looked.values()) >= held
+            assert set(assert_matches(engine, twin)) == {step} and engine.verify_weights().ok
+        gate, norm = model.get_parameter(GATE), model.get_parameter("model.norm.weight")
+        if rank == 1:  # where no glance falls
+            number_of(gate, -1).add_(1)
+        number_of(norm, 0).add_(1)
+        assert update() == (True, False, 4 * (gate.numel() + norm.numel())) and engine.verify_weights().ok
+        assert update() == (True, False, 0)
+        number_of(norm, 0).add_(1)
+        for _ in range(2):
+            assert update()[2] == 4 * norm.numel() and engine.verify_weights().ok
+            number_of(norm, 0).add_(1)
+        assert engine.verify_weights().mismatched == ("model.norm.weight",)

@@ -123,6 +123,10 @@ def test_parts_that_belong_elsewhere_now_are_moved():
     ranks.run(sharded_gathers.parts_of_columns, 2)
 
 
+def test_what_keeps_changing_is_looked_at_while_it_is_gathered():
+    ranks.run(sharded_gathers.looked_at_meanwhile, 2)
+
+
 def test_groups_that_see_other_changes_stay_in_step():
     ranks.run(sharded_faults.copies_that_differ, 4)
 

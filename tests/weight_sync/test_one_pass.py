@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from stoker.weight_sync.gather import Gatherer
 from stoker.weight_sync.held import Held, Shards
 from stoker.weight_sync.mirror import Mirror
 
-Look = Callable[[], list[int]]
+Look = Callable[[], torch.Tensor]
 CPU = torch.device("cpu")
 
 
@@ -26,9 +26,14 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     prepare = change_detection.prepare
 
-    def counting(tensors: list[torch.Tensor], device: torch.device, targets: list[torch.Tensor]) -> Look:
+    def counting(tensors: list[torch.Tensor], device: torch.device, targets: Sequence[torch.Tensor] = ()) -> Look:
         look = prepare(tensors, device, targets)
-        return lambda: counts.extend([len(targets)] if targets else []) or look()
+
+        def counted() -> torch.Tensor:
+            counts.extend([len(targets)] if targets else [])
+            return look()
+
+        return counted
 
     monkeypatch.setattr(change_detection, "prepare", counting)
     return counts
@@ -87,8 +92,10 @@ def test_what_breaks_off_is_made_good_though_the_model_is_as_it_was(
         step(model)
         prepare = change_detection.prepare
 
-        def half(tensors: list[torch.Tensor], device: torch.device, targets: list[torch.Tensor]) -> Look:
-            def look() -> list[int]:
+        def half(tensors: list[torch.Tensor], device: torch.device, targets: Sequence[torch.Tensor] = ()) -> Look:
+            def look() -> torch.Tensor:
+                if not targets:
+                    return prepare(tensors, device)()
                 prepare(tensors[: len(targets) : 2], device, targets[::2])()
                 raise MemoryError("no memory")
 
@@ -165,6 +172,6 @@ def test_whole_tensors_among_shards_are_not_written_before_all_ranks_agreed() ->
         tensor.zero_()
     mirror.complete = True
     held = Held(full={"whole": whole}, shards=[shards])
-    found = change_detection.Look(held, mirror, {("whole",), ("part",)}).find_changes({}, None)
+    found = change_detection.Look(held, mirror, {("whole",), ("part",)}).find_changes({}, {}, None)
     assert found.changed == {("whole",), ("part",)} and not found.written
     assert mirror.complete and not any(tensor.any() for tensor in mirror.tensors.values())
