@@ -74,11 +74,10 @@ class Look:
         if self._written:
             self._mirror.complete = False
         sums = [self._checksums(), prepare([s.local for s in parts], device)()]
-        names, places = (
-            [*self._names, *(s.names for s in parts)],
-            [*(None for _ in self._names), *(s.pieces for s in parts)],
-        )
-        now = dict(zip(names, zip(torch.cat(sums).tolist(), places, strict=True), strict=True))
+        places = [*((names, None) for names in self._names), *((s.names, s.pieces) for s in parts)]
+        now: Seen = {
+            names: (number, place) for (names, place), number in zip(places, torch.cat(sums).tolist(), strict=True)
+        }
         changed = {names for names, seen in now.items() if before.get(names) != seen} | later
         glances |= _at_a_glance([s for s in parts if s.names in changed and s.names not in glances], device)
         rest = Later([s for s in shards if s.names in later], device)
