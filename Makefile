@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ROOMS := rollout engine weight_sync kernels integrations
 PROGRAMS := benchmarks examples
-MYPY_PACKAGES := $(ROOMS:%=-p stoker.%)
+MYPY_PACKAGES := $(ROOMS:%=-p stoker.%) $(PROGRAMS:%=-p stoker.%)
 
 # Written when the dependencies are in place, so an interrupted install is taken up again.
 DEPENDENCIES := $(VENV)/.dependencies

@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,6 +105,11 @@ def _delta_nets(config: Any) -> int:
     return int((getattr(config, "layer_types", None) or []).count("linear_attention"))
 
 
+def _multiply(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
+    for weight in weights:
+        F.linear(x, weight)
+
+
 def measure(model: PreTrainedModel, device: str, rows: Sequence[int], kv_tokens: int) -> Ceiling:
     """Ceilings for the text part of a model: matmuls of its shapes with ``rows`` rows, and copies of what a step reads.
 
@@ -121,7 +127,7 @@ def measure(model: PreTrainedModel, device: str, rows: Sequence[int], kv_tokens:
         for shape in {tuple(w.shape) for w in weights}:
             same = [w for w in weights if tuple(w.shape) == shape]
             x = torch.randn(count, shape[1], device=device, dtype=same[0].dtype)
-            seconds += best_time(lambda x=x, same=same: [F.linear(x, w) for w in same], device, 0.2)
+            seconds += best_time(partial(_multiply, x, same), device, 0.2)
         matmuls[f"model shapes, {count} rows"] = 2 * params * count / seconds
     big = max(weights, key=torch.Tensor.numel)
     x = torch.randn(4096 if device == "cuda" else 512, big.shape[1], device=device, dtype=big.dtype)

@@ -36,7 +36,7 @@ def running(peer: Peer) -> Iterator[None]:
         peer.stop()
 
 
-def timed(peer: Peer, prompts: list[list[int]], lengths: Sequence[int], device: str) -> float:
+def timed(peer: Peer, prompts: list[Any], lengths: Sequence[int], device: str) -> float:
     """Seconds of one rollout, from token ids to token ids; checks that every request ran to its length."""
     gc.collect()
     with running(peer):

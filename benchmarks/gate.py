@@ -50,5 +50,5 @@ def check_logprobs(model: PreTrainedModel, outputs: Sequence[RolloutOutput]) -> 
 
 def _teacher_forced(model: PreTrainedModel, ids: torch.Tensor, count: int) -> torch.Tensor:
     """ids: [1, T]. Log-probabilities of the last ``count`` tokens, fp32 [count]."""
-    logits = model(ids, use_cache=False, logits_to_keep=count + 1).logits[0, :-1].float()
+    logits: torch.Tensor = model(ids, use_cache=False, logits_to_keep=count + 1).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, ids[0, -count:, None])[:, 0]

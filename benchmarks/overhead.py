@@ -154,7 +154,9 @@ def running(times: StepTimes) -> dict[str, list[float]]:
     return {"seconds": [*seconds, round(elapsed, 6)], "rows": [*rows, 0]}
 
 
-def growth(engine: RolloutEngine, prompt: Callable[[int], list[int]], rows: int, long: int, rounds: int) -> dict:
+def growth(
+    engine: RolloutEngine, prompt: Callable[[int], list[int]], rows: int, long: int, rounds: int
+) -> dict[str, Any]:
     """Host time of a decode plan after few and many finished requests, and at short and long sequences.
 
     prompt: makes a random prompt of so many tokens.

@@ -48,10 +48,16 @@ class Peer(ABC):
     module: str | None = None  # a package that need not be installed
 
     @abstractmethod
-    def rollout(self, prompts: list[list[int]], lengths: Sequence[int], limit_s: float = float("inf")) -> Any:
-        """Run every request to its length; returns the completions' token ids, one list a request."""
+    def __init__(self, spec: ModelSpec, workload: Workload, device: str, dtype: torch.dtype) -> None: ...
 
-    def warm_up(self, prompts: list[list[int]], lengths: Sequence[int], limit_s: float = float("inf")) -> None:
+    @abstractmethod
+    def rollout(self, prompts: list[Any], lengths: Sequence[int], limit_s: float = float("inf")) -> Any:
+        """Run every request to its length; returns the completions' token ids, one list a request.
+
+        prompts: of token ids, or what a processor returned for each.
+        """
+
+    def warm_up(self, prompts: list[Any], lengths: Sequence[int], limit_s: float = float("inf")) -> None:
         self.rollout(prompts, lengths, limit_s)
 
     def start(self) -> None:  # noqa: B027 - most have nothing to start
@@ -90,9 +96,7 @@ class Stoker(Peer):
     def start(self) -> None:
         self.engine.update_weights()  # as before any rollout of a training; it also empties the prefix cache
 
-    def rollout(
-        self, prompts: list[list[int]], lengths: Sequence[int], limit_s: float = float("inf")
-    ) -> list[list[int]]:
+    def rollout(self, prompts: list[Any], lengths: Sequence[int], limit_s: float = float("inf")) -> list[list[int]]:
         params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
         self.batch = self.engine.generate_batch(prompts, params)
         return [c.token_ids for output in self.batch for c in output.completions]
@@ -115,7 +119,7 @@ class Generate(Peer):
         self.cache: str | None = None
         self.settings: dict[str, Any] = {}
 
-    def warm_up(self, prompts: list[list[int]], lengths: Sequence[int], limit_s: float = float("inf")) -> None:
+    def warm_up(self, prompts: list[Any], lengths: Sequence[int], limit_s: float = float("inf")) -> None:
         """Take the static cache on CUDA, where it comes with compilation and this compiles; on a CPU the faster one."""
         pilot: dict[str | None, float] = {}
         for self.cache in ("static", None):
@@ -132,9 +136,7 @@ class Generate(Peer):
         self.cache = min(pilot, key=lambda name: pilot[name])
         self.settings.update(cache=self.cache or "dynamic", pilot_s={k or "dynamic": v for k, v in pilot.items()})
 
-    def rollout(
-        self, prompts: list[list[int]], lengths: Sequence[int], limit_s: float = float("inf")
-    ) -> list[list[int]]:
+    def rollout(self, prompts: list[Any], lengths: Sequence[int], limit_s: float = float("inf")) -> list[list[int]]:
         out: list[list[int]] = []
         end = time.perf_counter() + limit_s
         for first in range(0, len(prompts), self.slots):

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,10 +92,10 @@ def cycle(
     for repeat in range(repeats):
         train(model)
         prompts = work.draw(vocab, 4000 + repeat)
-        calls = {
+        calls: dict[str, Callable[[], object]] = {
             "wake_up": engine.wake_up,
             "update_weights": engine.update_weights,
-            "rollout": lambda prompts=prompts: engine.generate_batch(prompts, params),
+            "rollout": partial(engine.generate_batch, prompts, params),
             "sleep": engine.sleep,
         }
         each.append({name: ceilings.seconds(call, device) for name, call in calls.items()})

@@ -18,7 +18,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from stoker.benchmarks import ceilings, command, sweeps
@@ -135,10 +134,8 @@ def _profiled(engine: RolloutEngine, handles: Sequence[RolloutHandle], device: s
         ceilings.synchronize(device)
         wall = 1e6 * (time.perf_counter() - start)
     if device == "cuda":
-        events = [e for e in trace.events() if e.device_type == DeviceType.CUDA]
-        if (
-            not events
-        ):  # as where a virtual machine keeps the counters: a device of no kernels is not one that never waits
+        events = [e for e in trace.events() if e.device_type.name == "CUDA"]
+        if not events:  # as where a virtual machine keeps the counters: such a device is not one that never waits
             raise RuntimeError("the profiler saw no kernels")
         spans = [(e.name, e.time_range.start, e.time_range.end) for e in events]
         parts, by_name = Counter(attribute(spans)), Counter(attribute(spans, _short))
@@ -149,7 +146,8 @@ def _profiled(engine: RolloutEngine, handles: Sequence[RolloutHandle], device: s
         for event in events:
             parts[kind_of(event.name)] += event.self_cpu_time_total
             by_name[_short(event.name)] += event.self_cpu_time_total
-        parts["host"] = max(0.0, wall - sum(parts.values()))  # Python
+        host: Any = max(0.0, wall - sum(parts.values()))  # Python
+        parts["host"] = host
     return {"wall": wall, "parts": parts, "by_name": by_name, "counts": Counter(_short(e.name) for e in events)}
 
 

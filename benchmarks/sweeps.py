@@ -79,9 +79,7 @@ def step_seconds(
 
 def _seconds_of_generate(model: PreTrainedModel, prompts: Tensor, tokens: int, **settings: Any) -> float:
     start = time.perf_counter()
-    out = model.generate(  # type: ignore[operator]
-        input_ids=prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=tokens, **settings
-    )
+    out = model.generate(input_ids=prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=tokens, **settings)
     assert out.tolist() and out.shape[1] == prompts.shape[1] + tokens
     return time.perf_counter() - start
 

@@ -46,7 +46,7 @@ def sums(model: nn.Module) -> list[int]:
 def join(store: str, rank: int, ranks: int, backend: str) -> None:
     """Be one of so many ranks, which meet at a file."""
     waits = timedelta(seconds=WAIT_S)
-    dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=waits)
+    dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=ranks, timeout=waits)
 
 
 def send(

@@ -110,7 +110,7 @@ def pushed(engine: RolloutEngine, weights: Any = None) -> int:
 def process(function: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
     """Another process, which gets one end of the connection as ``connection``."""
     # Forking spares each process the imports, among which one that looks at CUDA makes it unusable after a fork.
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     if not torch.cuda.is_available():
         context.set_forkserver_preload(["stoker.benchmarks.weight_ranks"])
     here, there = context.Pipe()
@@ -145,7 +145,7 @@ def of_one_dtype(scenario: Scenario, device: str, bandwidth: float) -> dict[str,
     """Ways into the model's own tensors, which is what an engine of the model's dtype runs on."""
     model = scenario.spec.build(device, dtype_of(device))
     new = {name: -p for name, p in model.named_parameters()}
-    size = sum(t.nbytes for t in new.values())
+    size: int = sum(t.nbytes for t in new.values())
     train(model)
     expected = sums(model)  # and those of ``new``
 
@@ -153,7 +153,7 @@ def of_one_dtype(scenario: Scenario, device: str, bandwidth: float) -> dict[str,
         train(model)
 
     def arrived() -> bool:
-        return sums(model) == expected
+        return bool(sums(model) == expected)
 
     def loaded() -> int:
         model.load_state_dict(new, strict=False)  # a tied head has no entry of its own

@@ -110,7 +110,11 @@ def compare(scenario: Scenario, device: str) -> dict[str, Any]:
     )
     whole = ModelSpec(name=spec.name, model_class=Qwen3ForCausalLM, config=plain_config).build(device, dtype_of(device))
     whole.load_state_dict(windowed.state_dict())
-    settings = {"max_num_seqs": work.slots, "max_model_len": work.max_len, "max_num_batched_tokens": 2048}
+    settings: dict[str, Any] = {
+        "max_num_seqs": work.slots,
+        "max_model_len": work.max_len,
+        "max_num_batched_tokens": 2048,
+    }
     with RolloutEngine(whole, config=EngineConfig(kv_cache_memory="64MiB", **settings)) as probe:
         blocks = scenario.room * -(-work.max_len // probe.config.block_size) + 1
         memory = blocks * probe.stats().kv_block_bytes

@@ -155,7 +155,7 @@ def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-class Progress(TrainerCallback):
+class Progress(TrainerCallback):  # type: ignore[misc]
     """A bar that shows the reward, in place of a printed line for each step."""
 
     def __init__(self, steps: int) -> None:

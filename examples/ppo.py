@@ -65,7 +65,8 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden.float())[..., 0]
+        values: Tensor = self.head(hidden.float())
+        return values[..., 0]
 
 
 def evaluate_tokens(model: Any, critic: Critic, t: RolloutTensors) -> tuple[Tensor, Tensor]:
@@ -136,7 +137,7 @@ def main() -> None:
                 error = torch.maximum((values - returns[rows]) ** 2, (near - returns[rows]) ** 2)
                 loss = masked_mean(0.5 * error, part_mask) - masked_mean(gain, part_mask)
                 optimizer.zero_grad()
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 nn.utils.clip_grad_norm_(parameters, 1.0)
                 optimizer.step()
         engine.update_weights()
