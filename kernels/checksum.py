@@ -176,7 +176,7 @@ def _jobs_of_piece(nbytes: int) -> int:
 
 
 @lru_cache(maxsize=512)  # weights seldom move; with each bucket of a gather a few of them are looked at
-def _plan(places: tuple[tuple[int, int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def _plan(places: tuple[tuple[int, int, int], ...], device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
     """Which tensor each program works on, int32 [programs], and for each tensor, int64 [n, 4]: address, bytes, first
     program, and address that it is written to.
     """
@@ -238,7 +238,7 @@ def _prepare(
     device = data[0].device
     written = map(Tensor.data_ptr, targets) if by_kernel else repeat(0, len(data))
     places = tuple(zip(map(Tensor.data_ptr, data), map(_nbytes, data), written, strict=True))
-    owners, table = _plan(places, device)
+    owners, table = _plan(places, device, launch.stream(device))
     aligned = PIECE_BYTES % 64 == 0 and all(address % 16 == 0 and target % 16 == 0 for address, _, target in places)
     source, target = (launch.TYPES[t[0].dtype] if by_kernel else None for t in (data, targets))
 

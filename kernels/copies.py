@@ -57,7 +57,7 @@ _Copy = tuple[int, int, int, torch.dtype, torch.dtype, torch.device, bool]
 
 
 @lru_cache(maxsize=8)  # weights seldom move
-def _plan(each: tuple[_Copy, ...], device: torch.device) -> _Plan:
+def _plan(each: tuple[_Copy, ...], device: torch.device, stream: int) -> _Plan:
     kinds: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     others: list[int] = []
     for i, (source, target, _, came, to, place, plain) in enumerate(each):
@@ -65,7 +65,7 @@ def _plan(each: tuple[_Copy, ...], device: torch.device) -> _Plan:
         (kinds.setdefault((came, to), []) if fits else others).append(i)
     by_kernel = []
     for (came, to), chosen in kinds.items():
-        by_kernel.append((came, to, chosen, *_programs([each[i][:3] for i in chosen], part_of(came), device)))
+        by_kernel.append((came, to, chosen, *_programs([each[i][:3] for i in chosen], part_of(came), device, stream)))
     return _Plan(by_kernel, others)
 
 
@@ -74,14 +74,16 @@ def part_of(source: torch.dtype) -> int:
     return _PART_BYTES // source.itemsize
 
 
-def _programs(places: list[tuple[int, int, int]], part: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    owners, firsts = _owners(tuple(count for *_, count in places), part, device)
+def _programs(
+    places: list[tuple[int, int, int]], part: int, device: torch.device, stream: int
+) -> tuple[Tensor, Tensor]:
+    owners, firsts = _owners(tuple(count for *_, count in places), part, device, stream)
     table = torch.tensor([(*place, first) for place, first in zip(places, firsts, strict=True)], device="cpu")
     return owners, to_device(table, device)
 
 
 @lru_cache(maxsize=8)  # tensors that lie elsewhere each time have the same sizes
-def _owners(elements: tuple[int, ...], part: int, device: torch.device) -> tuple[Tensor, list[int]]:
+def _owners(elements: tuple[int, ...], part: int, device: torch.device, stream: int) -> tuple[Tensor, list[int]]:
     """Which tensor each program works on, and of each tensor the first program."""
     counts = -(-torch.tensor(elements, device="cpu") // part)
     owners = torch.repeat_interleave(torch.arange(len(elements), dtype=torch.int32, device="cpu"), counts)
@@ -106,7 +108,7 @@ def prepare_copies(
     plain = map(and_, map(Tensor.is_contiguous, sources), map(Tensor.is_contiguous, targets))
     places = map(Tensor.data_ptr, sources), map(Tensor.data_ptr, targets), map(Tensor.numel, targets)
     each = zip(*places, map(_dtype, sources), map(_dtype, targets), map(_device, sources), plain, strict=True)
-    return partial(_copy, _plan(tuple(each), device), device)
+    return partial(_copy, _plan(tuple(each), device, launch.stream(device)), device)
 
 
 def _copy(plan: _Plan, device: torch.device, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -90,6 +90,11 @@ def copies_tiles(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def stream(device: torch.device) -> int:
+    """The stream that kernels are launched on now. What is sent to a device without waiting is there for its own stream alone."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 def options(device: torch.device, *, waits: bool = True, early: bool = True, fused: bool = True) -> dict[str, Any]:
     """The launch options of a kernel, always given: versions of Triton have different defaults.
 

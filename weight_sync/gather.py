@@ -186,7 +186,8 @@ def gather(
     others would wait for it.
 
     Raises ``WeightTransferError`` naming what was being gathered when a rank failed, or was not heard of within the time-out of
-    its process group. In both cases ``tensors`` are partly old and partly new.
+    its process group. In both cases ``tensors`` are partly old and partly new. (Over NCCL a host does not wait for a gather: a rank
+    that is lost shows where results are next read, or to torch's watchdog, which ends the process.)
     """
     failures: list[Exception] = []
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from triton_oracle import DEVICE
 
 from stoker.kernels import checksum as by_triton
+from stoker.kernels import launch
 from stoker.kernels.ops import REFERENCE
 from stoker.kernels.reference import checksum as by_torch
 from stoker.kernels.triton_ops import TRITON
@@ -86,6 +87,8 @@ def test_many_tensors_are_one_launch_and_the_next_look_sees_what_changed(monkeyp
     agree([t[3:] for t in tensors])
     assert not (plans[3][1][:, 0] % 8).any(), "words are read whole"
     assert TRITON.checksums([content(0)] * 3).tolist() == [0] * 3 and len(grids) == 4, "nothing to launch"
+    monkeypatch.setattr(launch, "stream", lambda device: 1)
+    assert agree(tensors) == after and plans[5] is not plans[2], "another stream would not wait for its table"
 
 
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16], ids=str)

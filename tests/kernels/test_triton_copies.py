@@ -11,6 +11,7 @@ from torch import Tensor
 from triton_oracle import DEVICE
 
 from stoker.kernels import copies as by_triton
+from stoker.kernels import launch
 from stoker.kernels.ops import REFERENCE
 from stoker.kernels.triton_ops import TRITON
 
@@ -64,6 +65,10 @@ def test_all_of_a_kind_are_one_launch_planned_once(monkeypatch: pytest.MonkeyPat
     TRITON.copy_each([], [])
     TRITON.copy_each(targets[:1], [sources[0].new_zeros(50)])
     assert len(grids) == 4 and not targets[0].any()
+    monkeypatch.setattr(launch, "stream", lambda device: 1)
+    TRITON.copy_each(targets, sources)
+    ((*_, owners, table),), ((*_, before, at),) = plans[4].by_kernel, plans[2].by_kernel
+    assert owners is not before and table is not at, "another stream would not wait for them"
 
 
 def test_a_backward_notices_that_what_it_saved_was_written_to() -> None:
