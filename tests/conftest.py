@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -90,6 +91,7 @@ def pytest_collection_finish() -> None:
     """No collection of garbage goes through all that the modules of the tests import, of which nothing ever is."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # or Triton 3.9 lists at the end all that it finds alive, as leaks
 
 
 @pytest.fixture(autouse=True, scope="module")

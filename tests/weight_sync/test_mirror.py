@@ -215,7 +215,7 @@ def test_weights_that_are_not_finite_are_refused_where_asked(value, dtype):
     with engine_on(model, dtype, check_finite_weights=True) as engine:
         weight = model.model.layers[1].self_attn.k_proj.weight
         engine.generate_batch([PROMPT], PARAMS)
-        kept, weight.data[1, 2] = float(weight[1, 2]), value
+        kept, weight.data[1, 2] = float(weight.data[1, 2]), value
         with pytest.raises(WeightsMismatchError, match=r"^model.layers.1.self_attn.k_proj.weight holds NaN or Inf"):
             engine.update_weights()
         weight.data[1, 2] = kept
