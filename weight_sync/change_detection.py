@@ -107,5 +107,7 @@ class Later:
 
 
 def _at_a_glance(shards: Sequence[Shards], device: torch.device) -> Glances:
-    some = [s.local.flatten()[:_GLANCE] for s in shards]
-    return dict(zip((s.names for s in shards), prepare(some, device)().tolist(), strict=True))
+    """Of contiguous parts only: of others a glance would take a copy."""
+    parts = {s.names: s.local for s in shards}
+    some = {names: part.view(-1)[:_GLANCE] for names, part in parts.items() if part.is_contiguous()}
+    return dict(zip(some, prepare(list(some.values()), device)().tolist(), strict=True))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,26 +22,14 @@ from stoker.weight_sync.rank_agreement import lost
 # Collectives reach their full bandwidth from some 10 MB a rank on; larger buckets only take memory.
 MEMORY_BYTES = 256 * 2**20
 
+# Gathers, and calls its argument with the names of each layer whose tensors pass through.
+Gathering = Callable[[Callable[[Collection[str]], object]], None]
+
 # torch 2.13 renamed it, and warns of the older name.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _BESIDES = 1 / 32  # of the memory, for what allocators and sockets take besides the buffers
 _ALIGNMENT = 16  # bytes: copies are fastest where both sides begin at such
-
-
-class Gathering(Protocol):
-    """Gathers what was prepared; all ranks call it together."""
-
-    def __call__(
-        self, then: Callable[[Collection[str]], object], meanwhile: Callable[[float], object] = lambda _: None
-    ) -> None:
-        """Gather first what the mirror keeps, if that was wanted; then, layer by layer, what passes through.
-
-        then: called with the names of each layer that passes through, while their numbers are in memory. meanwhile: called
-        while each bucket is on its way, with the share of the buckets that were sent. What goes wrong on this rank alone is
-        raised at the end.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -177,13 +165,13 @@ def gather(
     buffers: Tensor,
     tensors: Mapping[str, Tensor],
     then: Callable[[int], None],
-    meanwhile: Callable[[int], object] = lambda _: None,
+    meanwhile: Callable[[float], object] = lambda _: None,
 ) -> Exception | None:
     """Fill ``tensors`` with their full contents, and call ``then`` for each bucket that is in place. All ranks have one plan.
 
-    buffers: of ``buffers_for``; this rank's share is made where it is gathered to. meanwhile: called for each bucket when it is
-    on its way. Returns what went wrong on this rank alone, such as a lack of memory: it still takes part to the end, since the
-    others would wait for it.
+    buffers: of ``buffers_for``; this rank's share is made where it is gathered to. meanwhile: called while each bucket is
+    on its way, with the share of the buckets that were sent. Returns what went wrong on this rank alone, such as a lack of memory:
+    it still takes part to the end, since the others would wait for it.
 
     Raises ``WeightTransferError`` naming what was being gathered when a rank failed, or was not heard of within the time-out of
     its process group. In both cases ``tensors`` are partly old and partly new. (Over NCCL a host does not wait for a gather: a rank
@@ -220,7 +208,7 @@ def gather(
         except RuntimeError as error:
             raise lost(bucket.group, f"gathering {bucket.names}", error) from error
         with alone():
-            meanwhile(index)
+            meanwhile((index + 1) / len(buckets))
         under_way.append((index, work, gathered))
         if len(under_way) == 2:
             put_in_place(*under_way.pop(0))
@@ -238,10 +226,19 @@ class Gatherer:
         self._buckets: list[Bucket] = []
         self._after: dict[int, list[str]] = {}  # the names of a layer that passes through, by its last bucket
 
-    def prepare(self, memory: ExitStack, shards: Sequence[Shards], *, kept: bool = True) -> Gathering:
-        """Prepare a gather; returns a function that does it. ``memory`` gives back what it takes.
+    def prepare(
+        self,
+        memory: ExitStack,
+        shards: Sequence[Shards],
+        *,
+        kept: bool = True,
+        meanwhile: Callable[[float], object] = lambda _: None,
+    ) -> Gathering:
+        """Prepare a gather; returns a function that does it. ``memory`` gives back what it takes. meanwhile: as for ``gather``.
 
-        kept: whether what the mirror keeps is wanted, besides what passes through.
+        All ranks call that function together. It first gathers what the mirror keeps, if ``kept``; then, layer by layer, what
+        passes through, and calls its argument with the names of each layer while their numbers are in memory. What goes wrong
+        on this rank alone it raises at the end.
 
         Raises ``EngineStateError`` where there is no memory for it.
         """
@@ -259,17 +256,12 @@ class Gatherer:
                 "EngineConfig.gather_memory"
             ) from error
 
-        def gathering(
-            then: Callable[[Collection[str]], object], meanwhile: Callable[[float], object] = lambda _: None
-        ) -> None:
+        def gathering(then: Callable[[Collection[str]], object]) -> None:
             def then_of(index: int) -> None:
                 if index in after:
                     then(after[index])
 
-            def meanwhile_of(index: int) -> None:
-                meanwhile((index + 1) / len(buckets))
-
-            if (failure := gather(buckets, buffers, mirror.tensors, then_of, meanwhile_of)) is not None:
+            if (failure := gather(buckets, buffers, mirror.tensors, then_of, meanwhile)) is not None:
                 raise failure
 
         return gathering

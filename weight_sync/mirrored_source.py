@@ -54,8 +54,8 @@ class MirroredSource:
     found changed, whole tensors are written in the same pass, and parts are looked at while they are gathered, if a glance shows
     that they changed again. Shards are gathered bucket by bucket straight into the mirror; while one bucket is put in place, the
     next is gathered. Both together take at most ``gather_bytes`` besides the mirror, Gloo's own buffers included (but at least
-    one row of a tensor that is sharded along another dimension than its first); checksums take some 5 MiB on a CPU, where all
-    are made before that. Ranks take part in each other's gathers where they find different tensors changed.
+    one row of a tensor that is sharded along another dimension than its first); checksums that are made before that take some
+    5 MiB on a CPU. Ranks take part in each other's gathers where they find different tensors changed.
 
     Whatever can be refused is refused before the first byte is written. A gather that fails half-way leaves the mirror partly
     old and partly new, and ``complete`` False until a pull succeeds. (A second mirror could keep the old version, for twice the
@@ -335,12 +335,12 @@ class MirroredSource:
             with self._telling():
                 self._give_states(mirror)
                 assert self._gatherer is not None
-                gathering = self._gatherer.prepare(memory, shards)
+                gathering = self._gatherer.prepare(memory, shards, meanwhile=found.later.go_on)
             agree(self._parts, self.device)  # all ranks have the memory for it; nothing was written so far
             mirror.complete = False
             try:
                 with self._telling():
-                    gathering(refresh, found.later.go_on)
+                    gathering(refresh)
                     written += mirror.write(new)
                     found.now.update(found.later.seen())
                 agree(self._parts, self.device, half_way=True)

@@ -147,7 +147,7 @@ def take_little(rank: int, memory_bytes: int) -> tuple[int, int, int]:
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     source = source_for(model, gather_bytes=memory_bytes)
     source.tensors()
-    for value in (1.0, 2.0):  # at first some things are made that stay
+    for value in (1.0, 2.0, 3.0):  # at first some things are made that stay
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(value)

@@ -175,3 +175,26 @@ def test_whole_tensors_among_shards_are_not_written_before_all_ranks_agreed() ->
     found = change_detection.Look(held, mirror, {("whole",), ("part",)}).find_changes({}, {}, None)
     assert found.changed == {("whole",), ("part",)} and not found.written
     assert mirror.complete and not any(tensor.any() for tensor in mirror.tensors.values())
+
+
+def test_parts_that_are_not_contiguous_are_looked_at_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And before the gather: a glance at all of them would take a copy of each."""
+    parts = {name: torch.ones(80, 30) for name in ("a", "b")}
+    group: Any = None
+    shards = [Shards((name,), group, CPU, t.dtype, lambda t=t: t.t(), ()) for name, t in parts.items()]  # type: ignore[misc]
+    mirror = Mirror({}, {}, {}, (), CPU, (), lambda *_: None)
+    mirror.complete = True
+    prepare, handed = change_detection.prepare, list[int]()
+
+    def watched(tensors: list[torch.Tensor], *arguments: Any) -> Look:
+        handed.extend(t.untyped_storage().data_ptr() for t in tensors)
+        return prepare(tensors, *arguments)
+
+    monkeypatch.setattr(change_detection, "prepare", watched)
+    look = change_detection.Look(Held(shards=shards), mirror, {s.names for s in shards})
+    found = look.find_changes({}, {}, None)
+    for part in parts.values():
+        part += 1
+        found = look.find_changes(found.now, found.glances, None)
+        assert len(found.changed) == 1 and len(found.now) == 2
+    assert {*handed} == {part.data_ptr() for part in parts.values()}
