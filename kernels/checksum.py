@@ -24,6 +24,7 @@ from stoker.kernels.reference.checksum import APART, FEW_WORDS, PIECE_BYTES, SET
 # bytes a thread, and 160 KiB a multiprocessor, which is several times memory's speed times its latency.
 _COLUMNS, _ROWS, _WARPS = 256, 8, 4
 _PER_SET = -(-APART // _COLUMNS)  # programs
+_MUCH = 2**28  # bytes
 _dtype, _nbytes = attrgetter("dtype"), attrgetter("nbytes")
 
 
@@ -188,6 +189,9 @@ def _plan(places: tuple[tuple[int, int, int], ...], device: torch.device, stream
     return to_device(owners, device), to_device(table, device)
 
 
+_plan_of_much = lru_cache(maxsize=8)(_plan.__wrapped__)  # whose tables take memory, also of weights that do move
+
+
 def checksums(tensors: Sequence[Tensor], targets: Sequence[Tensor] = ()) -> Tensor:
     """As the reference, with the same numbers. A tensor that is not contiguous, or begins inside a word, is copied."""
     return prepare_checksums(tensors, targets)()
@@ -238,7 +242,8 @@ def _prepare(
     device = data[0].device
     written = map(Tensor.data_ptr, targets) if by_kernel else repeat(0, len(data))
     places = tuple(zip(map(Tensor.data_ptr, data), map(_nbytes, data), written, strict=True))
-    owners, table = _plan(places, device, launch.stream(device))
+    plan = _plan if sum(map(_nbytes, data)) < _MUCH else _plan_of_much
+    owners, table = plan(places, device, launch.stream(device))
     aligned = PIECE_BYTES % 64 == 0 and all(address % 16 == 0 and target % 16 == 0 for address, _, target in places)
     source, target = (launch.TYPES[t[0].dtype] if by_kernel else None for t in (data, targets))
 

@@ -112,6 +112,7 @@ def change_one(rank: int) -> tuple[tuple[str, ...], int, tuple[str, ...]]:
         engine.update_weights()
         moved = engine.stats().last_update_bytes
         assert engine.verify_weights().ok
+        assert engine.update_weights() == 2 and engine.stats().last_update_bytes == 0, "no other rank takes it for new"
         source = engine._binding.source
         assert isinstance(source, MirroredSource) and source.mirror is not None
         if rank == 0:

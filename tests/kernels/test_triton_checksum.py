@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from triton_oracle import DEVICE
 
 from stoker.kernels import checksum as by_triton
 from stoker.kernels import launch
+from stoker.kernels.host_memory import to_device
 from stoker.kernels.ops import REFERENCE
 from stoker.kernels.reference import checksum as by_torch
 from stoker.kernels.triton_ops import TRITON
@@ -89,6 +91,28 @@ def test_many_tensors_are_one_launch_and_the_next_look_sees_what_changed(monkeyp
     assert TRITON.checksums([content(0)] * 3).tolist() == [0] * 3 and len(grids) == 4, "nothing to launch"
     monkeypatch.setattr(launch, "stream", lambda device: 1)
     assert agree(tensors) == after and plans[5] is not plans[2], "another stream would not wait for its table"
+
+
+def test_many_tables_are_kept_of_little_and_few_of_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer may move its weights before each look, and tables of whole models take memory."""
+    sent = list[ReferenceType[Tensor]]()
+
+    def sending(host: Tensor, device: torch.device) -> Tensor:
+        there = to_device(host, device)
+        sent.append(ref(there))
+        return there
+
+    def tables_of(nbytes: int) -> int:
+        """How many are there after a look at so many bytes at each of 40 places, twice."""
+        before = len(sent)
+        for at in [*range(0, 640, 16)] * 2:
+            TRITON.prepare_checksums([memory[at : at + nbytes]])
+        return sum(table() is not None for table in sent[before:])
+
+    memory = torch.empty(2**28 + 640, dtype=torch.uint8, device=DEVICE)
+    monkeypatch.setattr(by_triton, "to_device", sending)
+    assert tables_of(2**20) == len(sent) == 80, "two of each place, sent once"
+    assert tables_of(2**28) < 20
 
 
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16], ids=str)
