@@ -249,9 +249,15 @@ def test_the_parts_of_every_layout_make_the_whole_again(world: World, seed: int)
             least = 16 * bucket.group.size()
             assert row or 2 * bucket.share * bucket.group.size() <= max(memory * 31 // 32, 2 * least)
         tensors = {name: torch.full(full[name].shape, 5.0, dtype=dtypes[name]) for name in names}
-        placed: list[int] = []
-        assert gathering.gather(buckets, gathering.buffers_for(buckets, CPU), tensors, placed.append) is None
-        assert placed == [*range(len(buckets))]
+        placed, told, count = list[int](), list[tuple[float, int]](), len(buckets)
+
+        def meanwhile(share: float) -> None:
+            told.append((share, len(placed)))
+
+        buffers = gathering.buffers_for(buckets, CPU)
+        assert gathering.gather(buckets, buffers, tensors, placed.append, meanwhile) is None
+        assert placed == [*range(count)]
+        assert told == [((i + 1) / count, max(0, i - 1)) for i in range(count)], "with two under way"
         return tensors
 
     for rank, tensors in enumerate(world.run(main)):

@@ -12,6 +12,7 @@ from mirrored import PARAMS, PROMPT, assert_matches, copies, engine_on, step
 
 from stoker.rollout import RolloutEngine, WeightsMismatchError
 from stoker.weight_sync import change_detection
+from stoker.weight_sync.checksum import checksums
 from stoker.weight_sync.gather import Gatherer
 from stoker.weight_sync.held import Held, Shards
 from stoker.weight_sync.mirror import Mirror
@@ -161,27 +162,49 @@ def test_what_nobody_announced_is_looked_at_before_it_is_written(taken: list[int
         assert not taken
 
 
+def parts_of(parts: Mapping[str, torch.Tensor]) -> list[Shards]:
+    group: Any = None
+    return [Shards((name,), group, CPU, t.dtype, lambda t=t: t, ()) for name, t in parts.items()]  # type: ignore[misc]
+
+
 def test_whole_tensors_among_shards_are_not_written_before_all_ranks_agreed() -> None:
     """Another one may refuse, and the old weights stay."""
-    whole, part = torch.ones(4), torch.ones(3)
-    group: Any = None
-    shards = Shards(("part",), group, CPU, part.dtype, lambda: part, ())
+    whole = torch.ones(4)
+    shards = parts_of({"part": torch.ones(3)})
     shapes = {"whole": whole.shape, "part": torch.Size([6])}
     mirror = Mirror(shapes, dict.fromkeys(shapes, torch.float64), {}, (), CPU, (), lambda *_: None)
     for tensor in mirror.tensors.values():
         tensor.zero_()
     mirror.complete = True
-    held = Held(full={"whole": whole}, shards=[shards])
+    held = Held(full={"whole": whole}, shards=shards)
     found = change_detection.Look(held, mirror, {("whole",), ("part",)}).find_changes({}, {}, None)
     assert found.changed == {("whole",), ("part",)} and not found.written
     assert mirror.complete and not any(tensor.any() for tensor in mirror.tensors.values())
 
 
+def test_parts_are_looked_at_as_their_gather_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {f"part {i}": torch.full((10 + i,), float(i)) for i in range(7)}
+    prepare, looked = change_detection.prepare, list[int]()
+
+    def watched(tensors: list[torch.Tensor], device: torch.device) -> Look:
+        looked.extend(len(t) - 10 for t in tensors)
+        return prepare(tensors, device)
+
+    monkeypatch.setattr(change_detection, "prepare", watched)
+    later = change_detection.Later(parts_of(parts), CPU)
+    for share, end in ((0.1, 0), (0.5, 3), (0.5, 3), (0.9, 6)):
+        later.go_on(share)
+        assert looked == [*range(end)]
+    numbers = checksums(parts.values())
+    for _ in range(2):
+        assert later.seen() == {(name,): (number, ()) for name, number in zip(parts, numbers, strict=True)}
+        assert looked == [*range(7)], "each once"
+
+
 def test_parts_that_are_not_contiguous_are_looked_at_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """And before the gather: a glance at all of them would take a copy of each."""
     parts = {name: torch.ones(80, 30) for name in ("a", "b")}
-    group: Any = None
-    shards = [Shards((name,), group, CPU, t.dtype, lambda t=t: t.t(), ()) for name, t in parts.items()]  # type: ignore[misc]
+    shards = parts_of({name: part.t() for name, part in parts.items()})
     mirror = Mirror({}, {}, {}, (), CPU, (), lambda *_: None)
     mirror.complete = True
     prepare, handed = change_detection.prepare, list[int]()
