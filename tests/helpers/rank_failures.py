@@ -128,6 +128,7 @@ def lack_of_memory(rank: int, sharding: str) -> None:
                 (mirrored_source, "Look", 0),
                 (gather, "buffers_for", 0),
                 (change_detection.Later, "go_on", 3),
+                (change_detection.Later, "seen", 0),
                 (gather._Part, "pack", 3),
                 (gather._Part, "place", 3),
                 (mirror, "copy_each", 0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -91,6 +92,13 @@ def test_many_tensors_are_one_launch_and_the_next_look_sees_what_changed(monkeyp
     assert TRITON.checksums([content(0)] * 3).tolist() == [0] * 3 and len(grids) == 4, "nothing to launch"
     monkeypatch.setattr(launch, "stream", lambda device: 1)
     assert agree(tensors) == after and plans[5] is not plans[2], "another stream would not wait for its table"
+
+
+def test_tables_are_of_the_stream_that_is_the_present_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (0, 7):
+        present = SimpleNamespace(cuda_stream=number)
+        monkeypatch.setattr(torch.cuda, "current_stream", {torch.device("cuda", 1): present}.get)
+        assert launch.stream(torch.device("cuda", 1)) == number
 
 
 def test_many_tables_are_kept_of_little_and_few_of_much(monkeypatch: pytest.MonkeyPatch) -> None:

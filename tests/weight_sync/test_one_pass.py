@@ -11,8 +11,7 @@ from families import make_model
 from mirrored import PARAMS, PROMPT, assert_matches, copies, engine_on, step
 
 from stoker.rollout import RolloutEngine, WeightsMismatchError
-from stoker.weight_sync import change_detection
-from stoker.weight_sync.checksum import checksums
+from stoker.weight_sync import change_detection, checksum
 from stoker.weight_sync.gather import Gatherer
 from stoker.weight_sync.held import Held, Shards
 from stoker.weight_sync.mirror import Mirror
@@ -162,6 +161,20 @@ def test_what_nobody_announced_is_looked_at_before_it_is_written(taken: list[int
         assert not taken
 
 
+def test_checksums_of_several_devices_come_in_the_order_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order that they are made in is not its own inverse."""
+    devices = ["meta", "cpu", "cpu", "meta"]
+
+    class Counts:
+        @staticmethod
+        def prepare_checksums(tensors: list[torch.Tensor], targets: Sequence[torch.Tensor]) -> Look:
+            return lambda: torch.tensor([len(t) for t in tensors])
+
+    monkeypatch.setattr(checksum, "ops_for", lambda place: Counts)
+    look = checksum.prepare([torch.empty(i, device=device) for i, device in enumerate(devices)], CPU)
+    assert look().tolist() == [0, 1, 2, 3]
+
+
 def parts_of(parts: Mapping[str, torch.Tensor]) -> list[Shards]:
     group: Any = None
     return [Shards((name,), group, CPU, t.dtype, lambda t=t: t, ()) for name, t in parts.items()]  # type: ignore[misc]
@@ -195,7 +208,7 @@ def test_parts_are_looked_at_as_their_gather_goes_on(monkeypatch: pytest.MonkeyP
     for share, end in ((0.1, 0), (0.5, 3), (0.5, 3), (0.9, 6)):
         later.go_on(share)
         assert looked == [*range(end)]
-    numbers = checksums(parts.values())
+    numbers = checksum.checksums(parts.values())
     for _ in range(2):
         assert later.seen() == {(name,): (number, ()) for name, number in zip(parts, numbers, strict=True)}
         assert looked == [*range(7)], "each once"
