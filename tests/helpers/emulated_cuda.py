@@ -127,7 +127,8 @@ class EmulatedCuda:
         return event
 
     def stream(self, *_: Any, **__: Any) -> Any:
-        return SimpleNamespace(synchronize=self.wait, wait_stream=lambda *_: None, wait_event=lambda *_: None)
+        waits = {"wait_stream": lambda *_: None, "wait_event": lambda *_: None}
+        return SimpleNamespace(synchronize=self.wait, cuda_stream=0, **waits)
 
     # -- operations ----------------------------------------------------------------------------------------------
 

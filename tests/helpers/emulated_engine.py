@@ -79,5 +79,5 @@ def on_cuda(
 def unasked(device: EmulatedCuda) -> list[str]:
     """Where a rollout waited, but for the one look at all weights at its beginning, and for references, which have numbers of
     the host."""
-    asked = "tolist in stoker.weight_sync.checksum.checksums"
+    asked = "tolist in stoker.weight_sync.aliased_source.checksums"
     return [each for each in device.waits if each != asked and "stoker.kernels.reference" not in each]
