@@ -225,6 +225,7 @@ def shrink_kernel(
             by_warp = tl.zeros((WARPS, BLOCK_T, BLOCK_R), tl.float32)
             for start in range(first, last, BLOCK_K):  # once: of a loop, all loads are on their way at the same time
                 at = _depth_by_warp(start, BLOCK_K, WARPS)
+                # ``mine & used``, which Triton 3.9's interpreter does not take for a mask.
                 of_rows = mine & (tl.full((BLOCK_T,), first_rank, tl.int32) < rank)
                 of_x = of_rows[None, :, None] & (at < first + span) & (at < depth)
                 x = tl.load(x_ptr + rows[None, :, None] * x_stride + at, mask=of_x, other=0.0).to(PRODUCT)

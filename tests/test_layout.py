@@ -24,7 +24,6 @@ def import_names(requirements: Iterable[str]) -> set[str]:
 
 
 FLOORS = {"kernels": 1, "engine": 2, "weight_sync": 2, "rollout": 3, "integrations": 4, "benchmarks": 5, "examples": 5}
-PROGRAMS = ("benchmarks", "examples")  # run, and imported by nobody
 # Outside packages: what pyproject.toml declares, triton only at the bottom and the extras only at the top.
 CORE = import_names(PROJECT["dependencies"]) - {"triton"}
 EXTRAS = [group for group in PROJECT["optional-dependencies"] if group not in ("dev", "docs", "plot")]
