@@ -11,7 +11,6 @@ Triton's, or a torch operation on something that kernels are given.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ import torch
 import triton.language as tl
 from emulated_graph import tensors_in
 from numpy.typing import NDArray
-from sanitizer import BY_ADDRESS, among, wrapping
+from sanitizer import BY_ADDRESS, Everything, among, wrapping
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
@@ -109,6 +108,7 @@ def early_starts() -> Iterator[Found]:
     last = {"launch": _Launch("nothing", dependent=False)}
     given = set[int]()  # storages
     operations: list[tuple[_Launch, set[int]]] = []  # of torch, since the last launch, and the storages of each
+    everything = Everything()
     launches, made = [0], dict[int, int]()  # how many; and how many there had been when a storage was made
 
     def call(run: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
@@ -130,9 +130,7 @@ def early_starts() -> Iterator[Found]:
             found.faults.add(f"no program of {now.name} waits for its turn")
         if now.fetched:
             found.fetched[now.name] = fetched = np.concatenate(now.fetched)
-            if not _within(fetched, tensors) and not (
-                now.name in BY_ADDRESS and _within(fetched, [each for each in gc.get_objects() if type(each) is Tensor])
-            ):
+            if not _within(fetched, tensors) and not (now.name in BY_ADDRESS and everything.holds(fetched, 1)):
                 found.faults.add(f"{now.name} fetches what is in no tensor that it was given")
         if now.written_early:
             first = min(each.number for each in beside)

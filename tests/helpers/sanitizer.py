@@ -56,11 +56,30 @@ BY_ADDRESS = {
 }
 
 
+class Everything:
+    """Where all tensors lie, as last looked for: kernels that are given addresses may be there."""
+
+    def __init__(self) -> None:
+        self._all = self._known = _extents(())
+
+    def holds(self, addresses: NDArray[np.int64], width: int) -> bool:
+        """If they are at none that is known, it looks again: first among the objects that are new, which are few."""
+        if _all_within(addresses, width, self._known):
+            return True
+        self._known = _extents(_tensors(0), self._all)
+        if not _all_within(addresses, width, self._known):
+            self._all = self._known = _extents(_tensors())
+        return _all_within(addresses, width, self._known)
+
+
+def _tensors(generation: int | None = None) -> Iterator[Tensor]:
+    return (each for each in gc.get_objects(generation) if issubclass(type(each), Tensor))
+
+
 class Launch:
     """What the programs of one launch access, in the order in which they are run."""
 
-    def __init__(self, kernel: str, arguments: dict[str, Any], everything: dict[str, NDArray[np.int64]]) -> None:
-        """everything: extents of all tensors there are, as launches have found them."""
+    def __init__(self, kernel: str, arguments: dict[str, Any], everything: Everything) -> None:
         self.kernel, self.faults, self._everything = kernel, set[str](), everything
         given = (each.base if isinstance(each, TensorDescriptor) else each for each in arguments.values())
         tensors = [each for each in given if isinstance(each, Tensor)]
@@ -104,10 +123,8 @@ class Launch:
         self._accesses.append((addresses, lanes, (self._program, self._time, kind, self._barriers)))
 
     def _is_known(self, addresses: NDArray[np.int64], width: int) -> bool:
-        """Whether a kernel that is given addresses is at those of tensors, as last looked for, or there are now."""
-        if self.kernel in BY_ADDRESS and not _all_within(addresses, width, self._everything["now"]):
-            self._everything["now"] = _extents(each for each in gc.get_objects() if issubclass(type(each), Tensor))
-        return self.kernel in BY_ADDRESS and _all_within(addresses, width, self._everything["now"])
+        """Whether a kernel that is given addresses is at those of tensors."""
+        return self.kernel in BY_ADDRESS and self._everything.holds(addresses, width)
 
     def wait(self, address: int) -> None:
         """One atomic that both acquires and releases, of one lane: not what other lanes stored after the last barrier."""
@@ -184,7 +201,7 @@ def sanitized() -> Iterator[set[str]]:
     """Kernels interpreted within are looked at; gives what was found, filled until the end."""
     found: set[str] = set()
     running: list[Launch] = []
-    everything = {"now": _extents(())}
+    everything = Everything()
 
     def call(run: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
@@ -253,9 +270,9 @@ def among(some: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.bool
     return np.asarray(others[np.searchsorted(others[:-1], some)] == some)
 
 
-def _extents(tensors: Iterable[Tensor]) -> NDArray[np.int64]:
-    """Where each begins and ends, in the order of their beginnings; an end is that of all before it too."""
-    found = {(-1, -1)}
+def _extents(tensors: Iterable[Tensor], more: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+    """Where each begins and ends, in the order of their beginnings; an end is that of all before it too. more: what this gave."""
+    found = {(-1, -1)} if more is None else {*map(tuple, more.tolist())}
     for each in tensors:
         if each.device.type == "cpu" and each.layout == torch.strided and each.numel():
             last = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
