@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,12 +16,12 @@ from triton_oracle import DEVICE, assert_close
 from stoker.kernels import linear_measured
 from stoker.kernels.linear_measured import MeasuredLinear
 from stoker.kernels.linear_streamed import streamed
+from stoker.kernels.lora import AHEAD_SHARED
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Activation
 
 RANKS = {1: 4, 2: 16, 4: 33}
-
-
+Calls = Mapping[str, Callable[[], Tensor]]
 FIT = {1: 8, 2: 16, 4: 32}  # ahead of products
 
 
@@ -40,6 +41,21 @@ def pretended_times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     pretend_times(monkeypatch, times)
     monkeypatch.setitem(linear_measured._ERROR, torch.float32, 1e-5)
     return times
+
+
+def compare_only(monkeypatch: pytest.MonkeyPatch, *beginnings: str) -> None:
+    """Of what is measured only the first way, streamed products, and ways whose names begin so, which run once to be compared.
+
+    Of ways that differ in the memory that they leave, only those that leave the least.
+    """
+    by_time, most = linear_measured.by_time, f"{AHEAD_SHARED[1] // 1024} KiB left"
+
+    def by_time_of_few(calls: Calls, first: str, expected: Tensor, weight: Tensor, timed: Calls) -> Any:
+        begin = "streamed", *beginnings
+        few = {n: c for n, c in calls.items() if n == first or (n.startswith(begin) and not n.endswith(most))}
+        return by_time(few, first, expected, weight, {first: lambda: expected} | dict(timed))
+
+    monkeypatch.setattr(linear_measured, "by_time", by_time_of_few)
 
 
 class Streamed(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapted_linears import pretended_times, table_of  # noqa: F401
+from adapted_linears import compare_only, pretended_times, table_of  # noqa: F401
 from cases_attention import NARROW, PLAIN, Paged, Row, options_of
 from linears import make_linear
 from lora_oracle import NUM_SLOTS
@@ -120,6 +120,7 @@ def test_adapters_of_projections_in_every_way(
     """Also where a product exchanges the sums of its splits before its turn."""
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 8)
     times[way] = times["streamed"] = 1.0
+    compare_only(monkeypatch, way)
     linear, inputs = MeasuredLinear(), _inputs()
     wanted = _projected(linear, inputs, way)
     with overlapped(0) as launches:
@@ -134,6 +135,7 @@ def test_sums_that_lie_where_adapters_still_work_are_lost(
     """Those of a product's splits, if their memory is taken after adapters were launched ahead of it."""
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 8)
     times["ahead"] = 1.0
+    compare_only(monkeypatch, "ahead")
     linear, inputs = MeasuredLinear(), _inputs()[:2]
     wanted = _projected(linear, inputs, "ahead")
     take, asked = linear_measured.sums_of_splits, list[partial[Tensor | None]]()
@@ -157,6 +159,7 @@ def test_a_product_that_another_thread_launches_in_between_counts_for_itself(
     """As where all ways are compiled at once: it still counts its splits when the product begins that adapters run ahead of."""
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 8)
     times["ahead"] = 1.0
+    compare_only(monkeypatch, "ahead")
     linear, inputs, ahead = MeasuredLinear(), _inputs()[:2], linear_measured.ahead
     wanted, own, others = _projected(linear, inputs, "ahead"), linear._arrived_on, list[Tensor]()
 

@@ -14,6 +14,7 @@ from adapted_linears import (
     FIT,
     Streamed,
     adapted,
+    compare_only,
     expected,
     pretended_times,  # noqa: F401
     run,
@@ -49,7 +50,9 @@ OF_WAY = {
 }
 
 
-def test_a_projection_leaves_room_for_the_shrink(times: dict[str, float], products: list[Streamed]) -> None:
+def test_a_projection_leaves_room_for_the_shrink(
+    times: dict[str, float], products: list[Streamed], caplog: pytest.LogCaptureFixture
+) -> None:
     times["beside"] = 3.0
     half: dict[str, Any] = {"dtype": torch.float16}
     for table, given in (
@@ -68,7 +71,7 @@ def test_a_projection_leaves_room_for_the_shrink(times: dict[str, float], produc
     run(MeasuredLinear(), table_of(), tokens=4)
     run(MeasuredLinear(), table_of(), tokens=600)
     run(MeasuredLinear(), LoraTable((64,), [None], NUM_SLOTS, DEVICE))
-    assert not any(product.room for product in products)
+    assert not any(product.room for product in products) and "wrong" not in caplog.text
 
 
 def test_what_is_measured_with_adapters(
@@ -222,10 +225,11 @@ def test_nothing_is_measured_while_a_step_is_captured(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretends to be a device")
 @pytest.mark.parametrize("way", ["beside", "around", "ahead"])
 def test_an_engine_whose_products_leave_room_has_the_log_probabilities_of_peft(
-    way: str, times: dict[str, float], products: list[Streamed]
+    way: str, times: dict[str, float], products: list[Streamed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows with either adapter and with none, in steps that are captured and replayed."""
     pytest.importorskip("peft")
+    compare_only(monkeypatch, way)
     from adapted import lora as lora_config
     from adapted import peft_model, running, shake
     from pretend_device import build
@@ -250,9 +254,12 @@ def test_an_engine_whose_products_leave_room_has_the_log_probabilities_of_peft(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretends to be a device")
-def test_an_adapter_with_biases_comes_into_the_slot_of_one_without(times: dict[str, float]) -> None:
+def test_an_adapter_with_biases_comes_into_the_slot_of_one_without(
+    times: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of steps that were captured for the other, which serve both."""
     pytest.importorskip("peft")
+    compare_only(monkeypatch, "beside")
     from adapted import running, state_dict, with_lora
     from families import make_model
     from pretend_device import build

@@ -13,6 +13,7 @@ from adapted_linears import (
     FIT,
     Streamed,
     adapted,
+    compare_only,
     expected,
     pretended_times,  # noqa: F401
     run,
@@ -43,6 +44,7 @@ def test_adapters_ahead_of_a_product(
         monkeypatch.setattr(launch, "copies_tiles", lambda device: False)
         triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=DEVICE))
     times["ahead"] = 1.0
+    compare_only(monkeypatch, "ahead")
     half: dict[str, Any] = {"dtype": torch.float16}
     tables: tuple[tuple[LoraTable, dict[str, Any]], ...] = (
         (table_of(ranks=FIT), {}),
@@ -70,6 +72,7 @@ def test_adapters_ahead_of_a_product_of_several_splits(
     """As where there are more multiprocessors than tiles: sums are exchanged before the product's turn."""
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 8)
     times["ahead"] = 1.0
+    compare_only(monkeypatch, "ahead")
     for tokens, options in ((20, "br"), (40, "")):
         linear = MeasuredLinear()
         for _ in range(2):
@@ -95,8 +98,11 @@ def test_ways_that_threads_launch_at_once_count_their_splits_apart(
     assert len(counted) >= 1 + len(AHEAD_SHARED) and all(len(ways) == 1 for ways in counted.values())
 
 
-def test_a_row_without_an_adapter_is_as_a_product_by_itself_leaves_it(times: dict[str, float]) -> None:
+def test_a_row_without_an_adapter_is_as_a_product_by_itself_leaves_it(
+    times: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     times["ahead"] = times["streamed"] = 1.0
+    compare_only(monkeypatch, "ahead")
     for options, gated in (("", None), ("br", None), ("b", "silu")):
         arguments, table = (
             make_linear(40, 64, 304, options, torch.float16),
@@ -109,9 +115,12 @@ def test_a_row_without_an_adapter_is_as_a_product_by_itself_leaves_it(times: dic
         assert torch.equal(found[slots == 0], alone[slots == 0]) and not torch.equal(found, alone)
 
 
-def test_a_residual_whose_rows_lie_apart(times: dict[str, float], products: list[Streamed]) -> None:
+def test_a_residual_whose_rows_lie_apart(
+    times: dict[str, float], products: list[Streamed], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of programs with one block of columns, and, without many multiprocessors, of ones with several."""
     times["ahead"] = 1.0
+    compare_only(monkeypatch, "ahead")
     for width in (64, 128):
         arguments, table = make_linear(20, width, 304, "r", torch.float32), table_of(width, ranks=FIT)
         arguments["residual"] = randn(20, width + 24)[:, 8:-16]
@@ -122,10 +131,11 @@ def test_a_residual_whose_rows_lie_apart(times: dict[str, float], products: list
 
 
 def test_sums_of_parts_of_the_depth_are_added_before_they_are_rounded(
-    times: dict[str, float], products: list[Streamed]
+    times: dict[str, float], products: list[Streamed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As without a product: of two parts that nearly cancel."""
     times["ahead"] = 1.0
+    compare_only(monkeypatch, "ahead")
     arguments = make_linear(20, 64, 1024, "", torch.float16)
     arguments["x"].fill_(1)
     arguments["weight"].zero_()
@@ -145,6 +155,7 @@ def test_adapters_in_fp32_ahead_of_a_product_in_16_bits(
     """PEFT's own default over a bf16 base, which the interpreter does not compute in."""
     monkeypatch.setattr(lora_ahead, "_ROUNDED", (torch.float16,))
     times["ahead"] = 1.0
+    compare_only(monkeypatch, "ahead")
     tables: tuple[tuple[LoraTable, dict[str, Any]], ...] = (
         (table_of(ranks=FIT), {}),
         (table_of(64, 64, ranks=FIT), {"options": "b", "tokens": 70, "gated": "silu"}),
@@ -186,9 +197,14 @@ def test_what_does_not_go_ahead(times: dict[str, float], products: list[Streamed
 
 @pytest.mark.parametrize(("options", "gated"), [("", None), ("r", None), ("", "silu")])
 def test_the_scales_of_a_weight_in_fp8_are_not_its_adapters(
-    options: str, gated: Activation | None, times: dict[str, float], products: list[Streamed]
+    options: str,
+    gated: Activation | None,
+    times: dict[str, float],
+    products: list[Streamed],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times["ahead"] = 1.0
+    compare_only(monkeypatch, "ahead")
     arguments = make_linear(40, 64, 304, options, torch.float16)
     table = table_of(32, 32, ranks=FIT, dtype=torch.float16)
     slots, scales = torch.arange(40, device=DEVICE) % (NUM_SLOTS + 1), torch.rand(64, device=DEVICE) + 0.5
@@ -201,8 +217,11 @@ def test_the_scales_of_a_weight_in_fp8_are_not_its_adapters(
     assert products[-1].ahead
 
 
-def test_an_adapter_that_is_not_finite_is_its_own_tokens_alone(times: dict[str, float]) -> None:
+def test_an_adapter_that_is_not_finite_is_its_own_tokens_alone(
+    times: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     times["ahead"] = 1.0
+    compare_only(monkeypatch, "ahead")
     for tokens, widths, gated in ((20, (64,), None), (70, (64,), None), (40, (32, 32), "silu")):
         linear = MeasuredLinear()
         for value in (float("nan"), float("inf")):
