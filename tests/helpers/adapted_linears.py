@@ -46,14 +46,20 @@ def pretended_times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 def compare_only(monkeypatch: pytest.MonkeyPatch, *beginnings: str) -> None:
     """Of what is measured only the first way, streamed products, and ways whose names begin so, which run once to be compared.
 
-    Of ways that differ in the memory that they leave, only those that leave the least.
+    All of these have to be right. Of ways that differ in the memory that they leave, only those that leave the least.
     """
     by_time, most = linear_measured.by_time, f"{AHEAD_SHARED[1] // 1024} KiB left"
 
     def by_time_of_few(calls: Calls, first: str, expected: Tensor, weight: Tensor, timed: Calls) -> Any:
         begin = "streamed", *beginnings
         few = {n: c for n, c in calls.items() if n == first or (n.startswith(begin) and not n.endswith(most))}
-        return by_time(few, first, expected, weight, {first: lambda: expected} | dict(timed))
+        try:
+            order, found = by_time(few, first, expected, weight, {first: lambda: expected} | dict(timed))
+        except Exception as error:  # which else is logged, as one that is wrong is, and another way taken
+            pytest.fail(f"not measured: {error!r}")
+        if few.keys() - set(order):
+            pytest.fail(f"wrong: {few.keys() - set(order)}")
+        return order, found
 
     monkeypatch.setattr(linear_measured, "by_time", by_time_of_few)
 
