@@ -28,16 +28,22 @@ def run(tmp_path: Path, name: str, *flags: str) -> dict:
 
 
 @pytest.fixture(autouse=True)
-def _ceilings_are_soon_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are looked for a fifth as long: engines are far below them."""
-    monkeypatch.setattr(ceilings, "best_time", lambda call, device, budget_s=0.5: best_time(call, device, budget_s / 5))
+def _little_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ceilings are looked for a tenth as long, as engines are far below them; of steps, half as many."""
+    monkeypatch.setattr(
+        ceilings, "best_time", lambda call, device, budget_s=0.5: best_time(call, device, budget_s / 10)
+    )
+    monkeypatch.setattr(sweeps, "TOKENS", 40)
 
 
 def test_rollouts_against_their_ceiling(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one round: ``test_rollout_benchmark.py`` has those of several."""
-    once = tuple(replace(scenario, repeats=1) for scenario in SCENARIOS["cpu", True])
+    """In one round of short completions: ``test_rollout_benchmark.py`` has those of several."""
+    once = tuple(
+        replace(scenario, repeats=1, workload=replace(scenario.workload, median=10, cap=24, prompt_tokens=(8, 32)))
+        for scenario in SCENARIOS["cpu", True]
+    )
     monkeypatch.setitem(SCENARIOS, ("cpu", True), once)
     results = run(tmp_path, "rollout", "--only", "toy", "--peers", "generate")
     assert [found["model"]["name"] for found in results["rollouts"]] == ["qwen3-toy", "qwen3.5-toy"]
@@ -149,7 +155,7 @@ def test_a_token_behind_a_new_adapter_is_timed_on_the_engine_that_got_it(
     """An update leaves to the next rollout to look at all weights, which is a part of what it takes."""
     lora = pytest.importorskip("stoker.benchmarks.lora", reason="PEFT is not installed", exc_type=ImportError)
     toy, small = lora.SCENARIOS["cpu", True]
-    sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 128}
+    sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     config = type(small.spec.config).from_dict(small.spec.config.to_dict() | sizes)
     smaller = replace(small, spec=replace(small.spec, config=config))  # by which nothing but the time changes
     monkeypatch.setitem(lora.SCENARIOS, ("cpu", True), [toy, smaller])

@@ -68,7 +68,7 @@ def test_whatever_the_schedule_the_results_are_those_of_a_request_alone(
     traffic = Traffic(
         rng, min(32, (num_blocks - 1) * block_size), adapters if seed else (None,), budget if seed > 1 else 0
     )
-    arrived = traffic.run(machine, 1500 if budget < 10 else 600)  # more, where a step computes little
+    arrived = traffic.run(machine, 750 if budget < 10 else 600)  # more, where a step computes little
     assert scheduler.tables.pool.num_free == num_blocks - 1
     counters = scheduler.counters
     assert counters.finished_requests == len(arrived)

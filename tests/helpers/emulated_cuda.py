@@ -17,7 +17,7 @@ Triton's kernels are interpreted. There is one stream: what happens in two at on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_functions import Functions, Generator, caller, is_pinned
-from emulated_graph import CUDA, HOST, POISON, DeviceFault, Graph, new_in, place, poison, put, tensors_in
+from emulated_graph import CUDA, HOST, POISON, DeviceFault, Graph, new_in, place, poison, put, storage_of, tensors_in
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime import interpreter
@@ -48,6 +48,17 @@ _READS_NUMBERS = {  # of the device, be it only to know how many results there a
     aten.unique_dim.default,
 }
 _INDEXES = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}
+_OTHERS = {
+    aten._foreach_copy_.default,
+    aten.copy_.default,
+    aten.detach.default,
+    aten.histc.default,
+    aten.lift_fresh.default,
+    aten.repeat_interleave.Tensor,
+}
+_SEEN: dict[
+    int, tuple[Any, bool]
+] = {}  # operations, whose own hashes are slow: whether there is more to them than places
 
 
 class EmulatedCuda:
@@ -133,45 +144,60 @@ class EmulatedCuda:
     # -- operations ----------------------------------------------------------------------------------------------
 
     def operate(self, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = tensors_in((args, kwargs))
-        is_meta = "device" in kwargs and str(kwargs["device"]) == "meta"
-        if is_meta or any(each.is_meta for each in tensors) or func in (aten.detach.default, aten.lift_fresh.default):
+        tensors, storages = tensors_in((args, kwargs) if kwargs else args), list[Any]()
+        for each in tensors:
+            if each.is_meta:
+                return func(*args, **kwargs)
+            storages.append(storage_of(each))
+        if "device" in kwargs and str(kwargs["device"]) == "meta":
             return func(*args, **kwargs)
-        if func is aten.histc.default and not args[0].is_floating_point():  # which a CPU has no code for
-            return put(func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype), place(args[0]))
-        if func is aten.copy_.default and place(args[0]) != place(args[1]):
-            self.copy(args[0], args[1], bool(kwargs.get("non_blocking", len(args) > 2 and args[2])))
-            return args[0]
-        if func is aten._foreach_copy_.default:  # one after the other, where they are of two devices
-            for to, source in zip(*args[:2], strict=True):
-                self.operate(aten.copy_.default, (to, source, *args[2:]), kwargs)
-            return None
-        compared = tensors
-        if func in _INDEXES and place(args[0]) == CUDA:
-            if any(i is not None and (place(i) == HOST or i.dtype == torch.bool) for i in args[1]):
-                self.wait_unasked("places of the host, or what is true of places, for an index")
-            compared = [args[0], *args[2:3]]
-        where = self._of_all(func, compared)
-        unsized = func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
-        if where == CUDA and (func in _READS_NUMBERS or unsized):
-            self.wait_unasked(str(func))
-        run = self.capturing.operate if self.capturing is not None and where == CUDA else _call
-        out = run(func, args, kwargs)
-        for each in (made := new_in(out, tensors)):
-            put(each, where)
-        if "empty" in func.__name__ and self.capturing is None:
+        if (seen := _SEEN.get(id(func))) is None:
+            seen = _SEEN[id(func)] = func, func in _READS_NUMBERS | _INDEXES | _OTHERS
+        is_special = seen[1]
+        compared = zip(tensors, storages, strict=True)
+        if is_special:
+            if func in (aten.detach.default, aten.lift_fresh.default):
+                return func(*args, **kwargs)
+            if func is aten.histc.default and not args[0].is_floating_point():  # which a CPU has no code for
+                return put(func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype), place(args[0]))
+            if func is aten.copy_.default and place(args[0]) != place(args[1]):
+                self.copy(args[0], args[1], bool(kwargs.get("non_blocking", len(args) > 2 and args[2])))
+                return args[0]
+            if func is aten._foreach_copy_.default:  # one after the other, where they are of two devices
+                for to, source in zip(*args[:2], strict=True):
+                    self.operate(aten.copy_.default, (to, source, *args[2:]), kwargs)
+                return None
+            if func in _INDEXES and place(args[0]) == CUDA:
+                if any(i is not None and (place(i) == HOST or i.dtype == torch.bool) for i in args[1]):
+                    self.wait_unasked("places of the host, or what is true of places, for an index")
+                compared = ((each, storage_of(each)) for each in (args[0], *args[2:3]))
+        where = self._of_all(func, compared, tensors)
+        if is_special and where == CUDA:
+            unsized = func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
+            if func in _READS_NUMBERS or unsized:
+                self.wait_unasked(str(func))
+        if self.capturing is not None and where == CUDA:
+            out = self.capturing.operate(func, args, kwargs, storages)
+        else:
+            out = func(*args, **kwargs)
+        for each in (made := new_in(out, storages)):
+            storage_of(each).emulated = where
+        if made and self.capturing is None and "empty" in func.__name__:
             with self.off(), torch.inference_mode():
                 for each in made:
                     poison(each)
         return out
 
-    def _of_all(self, func: Any, tensors: list[Tensor]) -> torch.device:
-        # Single numbers may be a host's.
-        places = {at for each in tensors if (at := place(each)) == CUDA or each.dim()}
-        if len(places) > 1:
-            of = [(str(place(each)), list(each.shape)) for each in tensors]
-            raise DeviceFault(f"{func} of tensors on {of}{caller()}")
-        return places.pop() if places else HOST if tensors else self.making
+    def _of_all(self, func: Any, compared: Iterable[tuple[Tensor, Any]], tensors: list[Tensor]) -> torch.device:
+        at: torch.device | None = None
+        for each, storage in compared:
+            here = getattr(storage, "emulated", HOST)
+            if here is not at and (here is CUDA or each.dim()):  # single numbers may be a host's
+                if at is not None:
+                    of = [(str(place(each)), list(each.shape)) for each in tensors]
+                    raise DeviceFault(f"{func} of tensors on {of}{caller()}")
+                at = here
+        return at if at is not None else HOST if tensors else self.making
 
     def load(self, kernel: Any, args: Any, kwargs: Any) -> None:
         """Of a kernel of Triton that is about to be launched: its code, which not every driver loads in a capture."""
@@ -190,10 +216,6 @@ class EmulatedCuda:
                 run(executor, *args, **kwargs)
             else:
                 self.capturing.launch(partial(run, executor), *args, **kwargs)
-
-
-def _call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs)
 
 
 def _compiled_for(kernel: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:

@@ -53,9 +53,12 @@ class Functions(TorchFunctionMode):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in self._known:
-            return self._known[func](*args, **kwargs)
+        known = self._known.get(func)
+        if known is not None:
+            return known(*args, **(kwargs or {}))
+        if not kwargs:
+            return func(*args)
+        kwargs = dict(kwargs)
         pinned = kwargs.pop("pin_memory", False)
         asked = kwargs.get("device")
         if asked is None or _named(asked).type == "meta":
@@ -119,7 +122,7 @@ class Functions(TorchFunctionMode):
 
 def _named(device: Any) -> torch.device:
     named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    return CUDA if named.type == "cuda" else named
+    return {"cuda": CUDA, "cpu": HOST}.get(named.type, named)
 
 
 def _pin(tensor: Tensor) -> Tensor:

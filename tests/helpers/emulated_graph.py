@@ -6,8 +6,9 @@ memory, and fails if that was given away or back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,24 +27,30 @@ class DeviceFault(RuntimeError):
     """What a CUDA device refuses."""
 
 
-def _storage(tensor: Tensor) -> Any:
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # within vmap, as where masks are made
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor.untyped_storage()
+def storage_of(tensor: Tensor) -> Any:
+    """The same object for the same memory, as long as that is held."""
+    try:
+        return tensor.untyped_storage()
+    except RuntimeError:  # within vmap, as where masks are made
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        return tensor.untyped_storage()
 
 
 def place(tensor: Tensor) -> torch.device:
-    return tensor.device if tensor.is_meta else getattr(_storage(tensor), "emulated", HOST)
+    return tensor.device if tensor.is_meta else getattr(storage_of(tensor), "emulated", HOST)
 
 
 def put(tensor: Tensor, device: torch.device) -> Tensor:
     if not tensor.is_meta:
-        _storage(tensor).emulated = device  # an attribute stays for as long as the storage does
+        # An attribute stays for as long as the storage does.
+        storage_of(tensor).emulated = CUDA if device == CUDA else HOST
     return tensor
 
 
 def memory_of(tensor: Tensor) -> int:
-    return _storage(tensor)._cdata
+    cdata: int = storage_of(tensor)._cdata
+    return cdata
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -54,13 +61,17 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def _gather(tree: Any, found: list[Tensor]) -> None:
-    if isinstance(tree, Tensor):
-        found.append(tree)
-    elif type(tree) in _PLAIN:
+    kind = type(tree)
+    if kind in _PLAIN:
         return
+    if kind is Tensor or isinstance(tree, Tensor):
+        found.append(tree)
     elif isinstance(tree, (tuple, list)):
         for each in tree:
-            _gather(each, found)
+            if type(each) is Tensor:
+                found.append(each)
+            elif type(each) not in _PLAIN:
+                _gather(each, found)
     elif isinstance(tree, dict):
         for each in tree.values():
             _gather(each, found)
@@ -80,12 +91,17 @@ def _changed(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     return {key: _changed(each, kind, change) for key, each in tree.items()} if isinstance(tree, dict) else tree
 
 
-def new_in(out: Any, given: Iterable[Tensor]) -> list[Tensor]:
-    """Results that are no views of what was given."""
-    made = tensors_in(out)
-    if made:
-        known = {memory_of(each) for each in given}
-        made = [each for each in made if memory_of(each) not in known]
+def new_in(out: Any, given: Iterable[Any]) -> list[Tensor]:
+    """Results that are no views of what was given. given: its storages."""
+    if type(out) is Tensor:
+        own = storage_of(out)
+        for each in given:
+            if each is own:
+                return []
+        return [out]
+    if made := tensors_in(out):
+        known = {id(each) for each in given}
+        made = [each for each in made if id(storage_of(each)) not in known]
     return made
 
 
@@ -94,24 +110,61 @@ def poison(tensor: Tensor) -> None:
     torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(POISON)
 
 
-class _At:
-    """A tensor as a graph remembers it: an address, and not the memory there unless that is the graph's own."""
+class _Memory:
+    """Not the graph's own: an address, and whether it is still whose it was."""
 
-    def __init__(self, tensor: Tensor, *, own: bool) -> None:
-        storage = tensor.untyped_storage()
-        self._tensor = tensor if own else None
+    def __init__(self, storage: Any) -> None:
         self._ref, self._nbytes = StorageWeakRef(storage), storage.nbytes()
-        self._view, self._dtype = (tensor.storage_offset(), tensor.size(), tensor.stride()), tensor.dtype
 
-    def tensor(self) -> Tensor:
-        if self._tensor is not None:
-            return self._tensor
+    def now(self) -> Any:
         if self._ref.expired():
             raise DeviceFault("a graph is replayed whose memory is another's by now")
         storage = torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
         if storage.nbytes() != self._nbytes:
             raise DeviceFault("a graph is replayed whose memory was given back")
-        return torch.empty(0, dtype=self._dtype).set_(storage, *self._view)
+        return storage
+
+
+class _At:
+    """A tensor as a graph remembers it whose memory is not its own. ``tensor``: during a replay."""
+
+    def __init__(self, memory: int, tensor: Tensor) -> None:
+        self.memory, self.tensor = memory, torch.empty(0)
+        self._view, self._dtype = (tensor.storage_offset(), tensor.size(), tensor.stride()), tensor.dtype
+
+    def begin(self, storage: Any) -> None:
+        self.tensor = torch.empty(0, dtype=self._dtype).set_(storage, *self._view)
+
+    def end(self) -> None:
+        del self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Of an operation, in a graph. results: tensors that are to get what is new in its own."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[Tensor]
+    is_near: bool  # what is not the graph's own is among the arguments themselves
+    is_one: bool  # the result is one tensor, and new
+
+    def __call__(self) -> None:
+        if self.is_near:
+            out = self.func(*[each.tensor if type(each) is _At else each for each in self.args], **self.kwargs)
+            if self.is_one:
+                self.results[0].copy_(out)
+                return
+            given: Any = self.args, self.kwargs
+        else:
+            args, kwargs = given = _changed((self.args, self.kwargs), _At, attrgetter("tensor"))
+            out = self.func(*args, **kwargs)
+        if out is None and not self.results:
+            return
+        given = tensors_in(_changed(given, _At, attrgetter("tensor")))
+        for result, made in zip(self.results, new_in(out, map(storage_of, given)), strict=True):
+            result.copy_(made)
 
 
 class Graph:
@@ -119,8 +172,10 @@ class Graph:
 
     def __init__(self, device: EmulatedCuda) -> None:
         self._device = device
-        self._calls: list[tuple[Callable[..., Any], Any, list[_At]]] = []  # with where results go that are no views
+        self._calls: list[_Call] = []
         self._own: dict[int, Tensor] = {}  # what was made within
+        self._memories: dict[int, _Memory] = {}  # all other
+        self._given: dict[Any, _At] = {}
 
     def capture_begin(self, **_: Any) -> None:
         assert self._device.capturing is None, "two captures at once"
@@ -133,13 +188,12 @@ class Graph:
                 poison(tensor)
 
     def launch(self, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        self._calls.append((run, self._remembered((args, kwargs)), []))
+        self._calls.append(self._call(run, args, kwargs, []))
 
-    def operate(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def operate(self, func: Any, args: Any, kwargs: Any, given: Sequence[Any]) -> Any:
         """Gives tensors of the right sizes. What is not the graph's own stays what it is."""
-        remembered = self._remembered((args, kwargs))
         if func._schema.is_mutable:
-            self._calls.append((func, remembered, []))
+            self._calls.append(self._call(func, args, kwargs, []))
             written = [
                 kwargs[each.name] if each.kwarg_only else args[number]
                 for number, each in enumerate(func._schema.arguments)
@@ -149,14 +203,14 @@ class Graph:
                 func(*args, **kwargs)  # nobody else's: what comes next may be within bounds only now
             return written[0] if len(written) == 1 else tuple(written)
         out = func(*args, **kwargs)
-        made = new_in(out, tensors_in((args, kwargs)))
+        made = new_in(out, given)
+        is_empty = "empty" in func.__name__
+        if made and not is_empty:
+            self._calls.append(self._call(func, args, kwargs, made, is_one=isinstance(out, Tensor)))
         self._own |= {memory_of(each): each for each in made}
-        if "empty" in func.__name__:
-            for each in made:
-                each.zero_()  # it may be for indices, which have to be within bounds to get on
-                self._calls.append((poison, self._remembered(((each,), {})), []))
-        elif made:
-            self._calls.append((func, remembered, [_At(each, own=True) for each in made]))
+        for each in made if is_empty else ():
+            each.zero_()  # it may be for indices, which have to be within bounds to get on
+            self._calls.append(self._call(poison, (each,), {}, []))
         return out
 
     def as_one(self, operation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -167,18 +221,39 @@ class Graph:
             out = operation(*args, **kwargs)
             for storage, was in before.values():
                 storage.copy_(was)
-            made = [put(each, CUDA) for each in new_in(out, given)]
+            made = [put(each, CUDA) for each in new_in(out, map(storage_of, given))]
         self._own |= {memory_of(each): each for each in made}
-        self._calls.append((operation, (args, kwargs), [_At(each, own=True) for each in made]))
+        self._calls.append(_Call(operation, args, kwargs, made, is_near=True, is_one=False))
         return out
 
-    def _remembered(self, tree: Any) -> Any:
-        return _changed(tree, Tensor, lambda each: _At(each, own=memory_of(each) in self._own))
+    def _call(self, func: Any, args: Any, kwargs: Any, results: list[Tensor], is_one: bool = False) -> _Call:
+        near = tuple(self._remembered(each) if isinstance(each, Tensor) else each for each in args)
+        far = tensors_in(([each for each in args if not isinstance(each, Tensor)], kwargs))
+        if is_near := all(memory_of(each) in self._own for each in far):
+            return _Call(func, near, kwargs, results, is_near, is_one)
+        args, kwargs = _changed((args, kwargs), Tensor, self._remembered)
+        return _Call(func, args, kwargs, results, is_near, is_one)
+
+    def _remembered(self, tensor: Tensor) -> Any:
+        storage = storage_of(tensor)
+        if (memory := storage._cdata) in self._own:
+            return tensor
+        if memory not in self._memories:
+            self._memories[memory] = _Memory(storage)
+        at = memory, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+        if at not in self._given:
+            self._given[at] = _At(memory, tensor)
+        return self._given[at]
 
     def replay(self) -> None:
         self._device.replays += 1
         with self._device.off(), torch.inference_mode():
-            for func, remembered, results in self._calls:
-                args, kwargs = _changed(remembered, _At, _At.tensor)
-                for at, made in zip(results, new_in(func(*args, **kwargs), tensors_in((args, kwargs))), strict=True):
-                    at.tensor().copy_(made)
+            now = {memory: each.now() for memory, each in self._memories.items()}
+            try:
+                for at in self._given.values():
+                    at.begin(now[at.memory])
+                for call in self._calls:
+                    call()
+            finally:
+                for at in self._given.values():
+                    at.end()
