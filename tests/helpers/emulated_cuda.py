@@ -56,9 +56,8 @@ _OTHERS = {
     aten.lift_fresh.default,
     aten.repeat_interleave.Tensor,
 }
-_SEEN: dict[
-    int, tuple[Any, bool]
-] = {}  # operations, whose own hashes are slow: whether there is more to them than places
+# By an operation's id, as its own hash is slow: the operation, and whether there is more to it than places.
+_SEEN: dict[int, tuple[Any, bool]] = {}
 
 
 class EmulatedCuda:

@@ -42,8 +42,7 @@ def place(tensor: Tensor) -> torch.device:
 
 
 def put(tensor: Tensor, device: torch.device) -> Tensor:
-    if not tensor.is_meta:
-        # An attribute stays for as long as the storage does.
+    if not tensor.is_meta:  # an attribute stays for as long as the storage does
         storage_of(tensor).emulated = CUDA if device == CUDA else HOST
     return tensor
 
