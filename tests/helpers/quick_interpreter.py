@@ -50,6 +50,7 @@ def make_quick() -> None:
     _remember_constants()
     _skip_what_changes_nothing()
     _unwrap_first_what_is_mostly_given()
+    _take_arguments_as_they_are()
 
 
 def _remember_widths() -> None:
@@ -73,7 +74,7 @@ def _remember_shapes() -> None:
 
     @wraps(make_tensor)
     def tensor(self: Any, handle: Any, type: Any) -> None:
-        shape = tuple(type.shape) if type.is_block() else ()
+        shape = tuple(type.shape.values) if type.__class__ is tl.block_type else ()
         if shape not in of_tensors:
             make_tensor(self, handle, type)
             own = ("handle", "type", "dtype")
@@ -120,14 +121,24 @@ def _unwrap_first_what_is_mostly_given() -> None:
 
     def unwrap_if_constexpr(o: Any) -> Any:
         kind = type(o)
-        return o if kind is tl.tensor or kind is int or o is None else unwrap(o)
+        if kind is tl.tensor or kind is int or o is None:
+            return o
+        return o.value if kind is tl.constexpr else unwrap(o)
 
     tl.core._unwrap_if_constexpr = unwrap_if_constexpr
 
 
+def _take_arguments_as_they_are() -> None:
+    """They are the host's already. Triton would make another tensor of each, and copy all memory of all onto itself."""
+    executor = interpreter.GridExecutor
+    executor._init_args_hst = lambda self, args, kwargs: (list(args), dict(kwargs))
+    executor._restore_args_dev = lambda self, args, args_hst, kwargs, kwargs_hst: None
+
+
 def _skip_what_changes_nothing() -> None:
-    """Conversions to the type and broadcasts to the shape that both operands have, which are found out last."""
+    """Conversions to the type and broadcasts to the shape that there are already, which are found out last."""
     semantic = tl.semantic.TritonSemantic
+    convert = semantic.cast
     broadcast, check, equal = semantic.broadcast_impl_value, semantic.binary_op_type_checking_impl, tl.dtype.__eq__
 
     def alike(one: Any, other: Any) -> bool:
@@ -144,6 +155,10 @@ def _skip_what_changes_nothing() -> None:
 
     def to(self: Any, tensor: Any, shape: list[int]) -> Any:
         return self.tensor(self.builder.create_broadcast(tensor.handle, shape), tl.block_type(tensor.dtype, shape))
+
+    @wraps(convert)
+    def cast(self: Any, input: Any, dst_ty: Any, *more: Any, **options: Any) -> Any:
+        return input if input.dtype is dst_ty.scalar else convert(self, input, dst_ty, *more, **options)
 
     @wraps(broadcast)
     def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
@@ -181,4 +196,4 @@ def _skip_what_changes_nothing() -> None:
         broadcast_impl_value,
         binary_op_type_checking_impl,
     )
-    tl.dtype.__eq__ = equal_dtypes
+    semantic.cast, tl.dtype.__eq__ = cast, equal_dtypes
