@@ -48,7 +48,7 @@ _READS_NUMBERS = {  # of the device, be it only to know how many results there a
     aten.unique_dim.default,
 }
 _INDEXES = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}
-_OTHERS = {
+_TREATED = {  # each by itself, in ``EmulatedCuda.operate``
     aten._foreach_copy_.default,
     aten.copy_.default,
     aten.detach.default,
@@ -151,7 +151,7 @@ class EmulatedCuda:
         if "device" in kwargs and str(kwargs["device"]) == "meta":
             return func(*args, **kwargs)
         if (seen := _SEEN.get(id(func))) is None:
-            seen = _SEEN[id(func)] = func, func in _READS_NUMBERS | _INDEXES | _OTHERS
+            seen = _SEEN[id(func)] = func, func in _READS_NUMBERS | _INDEXES | _TREATED
         is_special = seen[1]
         compared = zip(tensors, storages, strict=True)
         if is_special:

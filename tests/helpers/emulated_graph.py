@@ -125,10 +125,12 @@ class _Memory:
 
 
 class _At:
-    """A tensor as a graph remembers it whose memory is not its own. ``tensor``: during a replay."""
+    """A tensor as a graph remembers it whose memory is not its own."""
+
+    tensor: Tensor  # during a replay, and else not there
 
     def __init__(self, memory: int, tensor: Tensor) -> None:
-        self.memory, self.tensor = memory, torch.empty(0)
+        self.memory = memory
         self._view, self._dtype = (tensor.storage_offset(), tensor.size(), tensor.stride()), tensor.dtype
 
     def begin(self, storage: Any) -> None:
