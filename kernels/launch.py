@@ -13,10 +13,9 @@ Three rules make every kernel see all that was written before it:
   nothing to do may end at once, as long as one waits.
 
 So when a kernel starts, all but the one before it have ended, and what those wrote may be read before the wait. This is
-done by shrinks and expands of adapters (``lora_shrink``, ``lora_expand``, ``lora_ahead``), products that these run ahead of
-(``linear_streamed``), attention for its first keys (``attention_decode``), rotary embedding for a step's angles and slots
-(``norm_rotary``, ``latent_attention``), and a decode step's recurrences for the states that the step before left
-(``recurrent``). Weights may be read at any time.
+done by shrinks and expands of adapters (``lora``), products that these run ahead of (``linear.streamed``), attention for its first
+keys (``attention.decode``), rotary embedding for a step's angles and slots (``norm_rotary``, ``attention.latent``), and a decode
+step's recurrences for the states that the step before left (``recurrent``). Weights may be read at any time.
 
 Two kernels let the next one come up before they wait themselves (``let_next_up``, and then ``await_end``), each of them known to
 the one after it: a shrink beside a product, and an expand ahead of one. That one starts while both before it may still run, and

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels import launch
-from stoker.kernels.attention_write import keep
+from stoker.kernels.attention.write import keep
 from stoker.kernels.launch import await_turn
 from stoker.kernels.reference.norm_rotary import Activation, QKNorm
 

@@ -1,15 +1,16 @@
 """The tables of device operations. An engine picks one when it is built, and never asks again what device it is on.
 
-``reference`` has each operation in plain torch. It is the oracle for all others, and most of what a CPU runs, besides
-``cpu_attention``, ``cpu_linear``, ``cpu_recurrent`` and ``cpu_sampling``. ``triton_ops`` has the tables of Triton's kernels:
+``reference`` has each operation in plain torch. It is the oracle for all others, and most of what a CPU runs; what is faster
+there is in ``cpu``: ``attention``, ``linear``, ``recurrent``, ``sampling``. ``triton_ops`` has the tables of Triton's kernels:
 
-- Attention: ``attention`` launches it, ``attention_config`` says how, ``attention_plan`` and ``attention_splits`` divide the
-  work. Its kernels: ``attention_decode``, ``attention_prefill``, ``attention_tiles``, ``attention_write``. Before it:
-  ``latent_attention``, ``norm_rotary``.
-- Projections: ``linear``, ``linear_measured``, ``linear_streamed`` with ``linear_cuts``, ``linear_invariant``; ``fp8``; ``lora``,
-  ``lora_tiles``, ``lora_shrink``, ``lora_expand``, ``lora_ahead``.
-- Experts: ``routing``, ``moe``, ``grouping``. Recurrences: ``recurrent``, ``recurrent_chunks``, ``causal_conv``, ``gates``.
-- Sampling: ``sampling``, ``adjustments``, ``truncation``, ``constraints``, ``decode_window``.
+- ``attention``: ``paged`` launches it, ``config`` says how, ``plan`` and ``splits`` divide the work. Its kernels: ``decode``,
+  ``prefill``, ``tiles``, ``write``; ``latent`` for latent attention's heads. Before it: ``norm_rotary``.
+- ``linear``, the projections: ``linear`` by the vendor's library, ``streamed`` with ``cuts`` for few rows, ``measured`` for the
+  fastest, ``invariant`` for the same bits in any batch. Weights in ``fp8``.
+- ``lora``, adapters over them: ``lora`` launches ``tiles``, ``shrink``, ``expand``; ``ahead`` runs before the product.
+- ``experts``: ``routing``, ``moe``, and ``grouping``, which adapters use too.
+- ``recurrent``, layers that keep states: ``causal_conv``, ``gates``, ``recurrent`` token by token, ``chunks``.
+- ``sampling``: ``adjustments``, ``constraints``, ``truncation``, ``sampling``, and ``decode_window`` for the next step.
 - Weights: ``checksum``, ``copies``. How any kernel is launched: ``launch``.
 
 ``errors``, ``host_memory`` and ``interrupts`` are here because every folder may import from this one.
@@ -25,7 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.kernels import cpu_attention, cpu_linear, cpu_recurrent, cpu_sampling
+from stoker.kernels.cpu import attention as cpu_attention
+from stoker.kernels.cpu import linear as cpu_linear
+from stoker.kernels.cpu import recurrent as cpu_recurrent
+from stoker.kernels.cpu import sampling as cpu_sampling
 from stoker.kernels.errors import InvalidConfigError
 from stoker.kernels.reference import (
     adjustments,
@@ -213,7 +217,7 @@ def ops_for(
             )
         return CPU if device.type == "cpu" else REFERENCE
     from stoker.kernels import triton_ops  # here, because Triton is not installed everywhere
-    from stoker.kernels.attention_config import unsupported
+    from stoker.kernels.attention.config import unsupported
 
     narrow = {"kv_cache_dtype": kv_dtype == FP8, "quantization": in_fp8}
     for name in (name for name, is_asked in narrow.items() if is_asked):

@@ -5,32 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from stoker.kernels import (
-    adjustments,
-    attention,
-    attention_plan,
-    causal_conv,
-    checksum,
-    constraints,
-    copies,
-    decode_window,
-    fp8,
-    gates,
-    latent_attention,
-    launch,
-    linear,
-    linear_invariant,
-    lora,
-    moe,
-    norm_rotary,
-    recurrent,
-    recurrent_chunks,
-    routing,
-    sampling,
-    truncation,
-)
-from stoker.kernels.linear_measured import MeasuredLinear
+from stoker.kernels import checksum, copies, fp8, launch, norm_rotary
+from stoker.kernels.attention import latent, paged, plan
+from stoker.kernels.experts import moe, routing
+from stoker.kernels.linear import invariant, linear
+from stoker.kernels.linear.measured import MeasuredLinear
+from stoker.kernels.lora import lora
 from stoker.kernels.ops import REFERENCE, Ops
+from stoker.kernels.recurrent import causal_conv, chunks, gates, recurrent
+from stoker.kernels.sampling import adjustments, constraints, decode_window, sampling, truncation
 
 TRITON = replace(
     REFERENCE,
@@ -44,12 +27,12 @@ TRITON = replace(
     route=routing.route,
     experts=moe.experts,
     qk_norm_rotary_write=norm_rotary.qk_norm_rotary_write,
-    latent_heads_write=latent_attention.latent_heads_write,
+    latent_heads_write=latent.latent_heads_write,
     gated_rms_norm=gates.gated_rms_norm,
     delta_gates=gates.delta_gates,
-    plan_attention=attention_plan.plan_attention,
-    write_kv=attention.write_kv,
-    paged_attention=attention.paged_attention,
+    plan_attention=plan.plan_attention,
+    write_kv=paged.write_kv,
+    paged_attention=paged.paged_attention,
     causal_conv=causal_conv.causal_conv,
     gated_delta_rule=recurrent.gated_delta_rule,
     selective_scan=recurrent.selective_scan,
@@ -68,9 +51,9 @@ TRITON = replace(
     copy_each=copies.copy_each,
     prepare_copies=copies.prepare_copies,
     static_plans=True,
-    shared_from=attention_plan.LEAST_SHARED,
-    attention_workspace=attention_plan.workspace_bytes,
-    recurrent_workspace=recurrent_chunks.workspace_bytes,
+    shared_from=plan.LEAST_SHARED,
+    attention_workspace=plan.workspace_bytes,
+    recurrent_workspace=chunks.workspace_bytes,
 )
 
 
@@ -83,14 +66,14 @@ def measured() -> Ops:
 # The same bits for a row alone and among any others, and in any pieces, where TRITON's depend on how many there are.
 DETERMINISTIC = replace(
     TRITON,
-    linear=linear_invariant.linear,
+    linear=invariant.linear,
     lora=partial(lora.lora, deterministic=True),
     lora_embedding=partial(lora.lora_embedding, deterministic=True),
     route=routing.route_invariant,
     experts=partial(moe.experts, deterministic=True),
     gated_delta_rule=partial(recurrent.gated_delta_rule, deterministic=True),
     selective_scan=partial(recurrent.selective_scan, deterministic=True),
-    plan_attention=partial(attention_plan.plan_attention, deterministic=True),
+    plan_attention=partial(plan.plan_attention, deterministic=True),
     shared_from=None,
     recurrent_workspace=None,  # these go token after token
 )

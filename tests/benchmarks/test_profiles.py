@@ -83,7 +83,7 @@ def test_waiting_for_the_device_is_no_time_of_the_host(monkeypatch: pytest.Monke
 
 
 def test_a_step_s_time_is_kernels_short_gaps_and_waits() -> None:
-    spans = [("nvjet_gemm", 0.0, 5.0), ("attention_fwd", 7.0, 10.0), ("memcpy", 9.0, 12.0), ("norm", 42.0, 43.0)]
+    spans = [("nvjet_gemm", 0.0, 5.0), ("attention.fwd", 7.0, 10.0), ("memcpy", 9.0, 12.0), ("norm", 42.0, 43.0)]
     assert step_profile.attribute(reversed(spans)) == {
         "matmul": 5.0,
         "gaps": 2.0,
@@ -97,23 +97,23 @@ def test_a_step_s_time_is_kernels_short_gaps_and_waits() -> None:
 @pytest.mark.parametrize(
     ("module", "kinds"),
     [
-        ("attention_decode", {"attention"}),
-        ("attention_prefill", {"attention"}),
-        ("attention_splits", {"attention"}),
-        ("attention_write", {"norm, rotary, KV write"}),
-        ("linear", {"matmul"}),
-        ("linear_invariant", {"matmul"}),
+        ("attention.decode", {"attention"}),
+        ("attention.prefill", {"attention"}),
+        ("attention.splits", {"attention"}),
+        ("attention.write", {"norm, rotary, KV write"}),
+        ("linear.linear", {"matmul"}),
+        ("linear.invariant", {"matmul"}),
         ("grouping", {"experts"}),
-        ("lora_shrink", {"adapters"}),
-        ("lora_expand", {"adapters"}),
-        ("moe", {"experts"}),
-        ("causal_conv", {"states"}),
-        ("gates", {"states", "norm, rotary, KV write"}),
-        ("recurrent", {"states"}),
-        ("recurrent_chunks", {"states"}),
+        ("lora.shrink", {"adapters"}),
+        ("lora.expand", {"adapters"}),
+        ("experts.moe", {"experts"}),
+        ("recurrent.causal_conv", {"states"}),
+        ("recurrent.gates", {"states", "norm, rotary, KV write"}),
+        ("recurrent.recurrent", {"states"}),
+        ("recurrent.chunks", {"states"}),
         ("norm_rotary", {"norm, rotary, KV write", "activation"}),
-        ("sampling", {"sampling"}),
-        ("truncation", {"sampling"}),
+        ("sampling.sampling", {"sampling"}),
+        ("sampling.truncation", {"sampling"}),
     ],
 )
 def test_the_engine_s_own_kernels_are_known_to_profiles(module: str, kinds: set[str]) -> None:

@@ -16,9 +16,9 @@ from tokenizer_kinds import tokenizer
 from torch import Tensor
 
 from stoker.engine.device import CpuRuntime
-from stoker.kernels import lora_tiles
 from stoker.kernels.errors import InvalidConfigError, UnsupportedModelError
-from stoker.kernels.lora_tiles import tiles_by_slot
+from stoker.kernels.lora import tiles as lora_tiles
+from stoker.kernels.lora.tiles import tiles_by_slot
 from stoker.kernels.ops import CPU, REFERENCE, Ops, ops_for
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, binding

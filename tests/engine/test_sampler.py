@@ -12,7 +12,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from stoker.engine.device import CpuRuntime
 from stoker.engine.sampler import LOGPROBS_MODES, Sampler, SamplerOutput, SamplingRows
-from stoker.kernels import cpu_sampling
+from stoker.kernels.cpu import sampling as cpu_sampling
 from stoker.kernels.ops import CPU, REFERENCE
 from stoker.kernels.reference.adjustments import IN_PROMPT, SAMPLED
 

@@ -13,10 +13,10 @@ from lora_oracle import NUM_SLOTS, dense, make_table
 from torch import Tensor
 from triton_oracle import DEVICE, assert_close
 
-from stoker.kernels import linear_measured
-from stoker.kernels.linear_measured import MeasuredLinear
-from stoker.kernels.linear_streamed import streamed
-from stoker.kernels.lora import AHEAD_SHARED
+from stoker.kernels.linear import measured as linear_measured
+from stoker.kernels.linear.measured import MeasuredLinear
+from stoker.kernels.linear.streamed import streamed
+from stoker.kernels.lora.lora import AHEAD_SHARED
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Activation
 

@@ -11,7 +11,7 @@ import torch
 from paged_rows import TOLERANCE
 from torch import Tensor
 
-from stoker.kernels.attention import attend
+from stoker.kernels.attention.paged import attend
 from stoker.kernels.reference.attention import movable
 from stoker.kernels.reference.attention_plan import Visibility
 

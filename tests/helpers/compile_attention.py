@@ -18,8 +18,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from stoker.kernels import attention, attention_plan
 from stoker.kernels import launch as launching
+from stoker.kernels.attention import paged as attention
+from stoker.kernels.attention import plan as attention_plan
 from stoker.kernels.reference.attention_plan import PLAIN, Visibility
 
 NAMES = {

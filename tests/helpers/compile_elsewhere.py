@@ -14,18 +14,15 @@ from compile_attention import GPUS, Recorder, as_on, build, launches
 from compile_attention import launch as attend
 from compile_layers import launch_ahead
 
-from stoker.kernels import (
-    attention,
-    attention_plan,
-    grouping,
-    launch,
-    linear,
-    linear_cuts,
-    linear_streamed,
-    lora,
-    lora_tiles,
-    moe,
-)
+from stoker.kernels import grouping, launch
+from stoker.kernels.attention import paged as attention
+from stoker.kernels.attention import plan as attention_plan
+from stoker.kernels.experts import moe
+from stoker.kernels.linear import cuts as linear_cuts
+from stoker.kernels.linear import linear
+from stoker.kernels.linear import streamed as linear_streamed
+from stoker.kernels.lora import lora
+from stoker.kernels.lora import tiles as lora_tiles
 from stoker.kernels.reference.fp8 import FP8
 from stoker.kernels.reference.moe import Gate
 from stoker.kernels.reference.norm_rotary import Norm

@@ -15,31 +15,17 @@ import torch
 sys.path.append(str(Path(__file__).parent))
 from compile_attention import Recorder, as_on, build, launches
 
-from stoker.kernels import (
-    adjustments,
-    causal_conv,
-    checksum,
-    constraints,
-    copies,
-    decode_window,
-    fp8,
-    gates,
-    grouping,
-    latent_attention,
-    linear,
-    linear_cuts,
-    linear_invariant,
-    linear_streamed,
-    lora,
-    lora_tiles,
-    moe,
-    norm_rotary,
-    recurrent,
-    recurrent_chunks,
-    routing,
-    sampling,
-    truncation,
-)
+from stoker.kernels import checksum, copies, fp8, grouping, norm_rotary
+from stoker.kernels.attention import latent as latent_attention
+from stoker.kernels.experts import moe, routing
+from stoker.kernels.linear import cuts as linear_cuts
+from stoker.kernels.linear import invariant as linear_invariant
+from stoker.kernels.linear import linear
+from stoker.kernels.linear import streamed as linear_streamed
+from stoker.kernels.lora import lora
+from stoker.kernels.lora import tiles as lora_tiles
+from stoker.kernels.recurrent import causal_conv, gates, recurrent
+from stoker.kernels.recurrent import chunks as recurrent_chunks
 from stoker.kernels.reference.adapter_weights import LoraWeights
 from stoker.kernels.reference.adjustments import Banned, Bias, Penalties
 from stoker.kernels.reference.constraints import ConstraintRows
@@ -49,6 +35,7 @@ from stoker.kernels.reference.moe import Gate
 from stoker.kernels.reference.norm_rotary import Norm, QKNorm
 from stoker.kernels.reference.recurrent import StateRows
 from stoker.kernels.reference.routing import Choice
+from stoker.kernels.sampling import adjustments, constraints, decode_window, sampling, truncation
 
 
 def zeros(*size: int) -> torch.Tensor:

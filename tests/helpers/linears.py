@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 from triton_oracle import randn
 
-from stoker.kernels import linear_measured
+from stoker.kernels.linear import measured as linear_measured
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
 EPS = 1e-5

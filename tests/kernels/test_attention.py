@@ -11,7 +11,7 @@ import torch
 from paged_rows import FEATURES, LAYOUTS, SHAPES, TOLERANCE, Rows, Shape, naive, name, options_of
 from torch import Tensor
 
-from stoker.kernels import cpu_attention
+from stoker.kernels.cpu import attention as cpu_attention
 from stoker.kernels.ops import CPU, REFERENCE
 from stoker.kernels.reference import attention_plan
 from stoker.kernels.reference.attention import paged_attention, write_kv

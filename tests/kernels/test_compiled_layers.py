@@ -7,7 +7,7 @@ from pathlib import Path
 from compiling import compiled
 
 from stoker.kernels import launch
-from stoker.kernels.lora import SHRINK_SHARED
+from stoker.kernels.lora.lora import SHRINK_SHARED
 
 # Of what comes up beside a product, or beside the shrink of its adapters: which tokens have which, these, and x. Of a product that
 # adapters run ahead of: x and the weight, and the sums of its splits, which it writes, too.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from paged_rows import FEATURES, LAYOUTS, SHAPES, Rows, Shape, name, options_of
 
-from stoker.kernels import cpu_attention
+from stoker.kernels.cpu import attention as cpu_attention
 from stoker.kernels.ops import CPU, REFERENCE, Ops
 from stoker.kernels.reference import attention_plan
 from stoker.kernels.reference.attention_plan import Visibility

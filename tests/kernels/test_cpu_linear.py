@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from triton_oracle import assert_close
 
-from stoker.kernels import cpu_linear
+from stoker.kernels.cpu import linear as cpu_linear
 from stoker.kernels.ops import CPU, REFERENCE
 from stoker.kernels.reference.lora import AdapterRows
 from stoker.rollout import RolloutEngine, SamplingParams

@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 
 from stoker.kernels import launch
-from stoker.kernels.attention import attend
+from stoker.kernels.attention.paged import attend
 from stoker.kernels.launch import await_turn
-from stoker.kernels.linear_cuts import Cut
-from stoker.kernels.linear_streamed import streamed, sums_of_splits
-from stoker.kernels.lora import ahead, lora, shrink
+from stoker.kernels.linear.cuts import Cut
+from stoker.kernels.linear.streamed import streamed, sums_of_splits
+from stoker.kernels.lora.lora import ahead, lora, shrink
 from stoker.kernels.reference.attention_plan import Visibility
 from stoker.kernels.reference.lora import AdapterRows
 from stoker.kernels.triton_ops import TRITON

@@ -18,9 +18,10 @@ from linears import expected_linear, make_linear, pretend_times
 from torch import Tensor
 from triton_oracle import DEVICE, assert_close, unwritten_is_nan  # noqa: F401
 
-from stoker.kernels import launch, linear_measured, ops
-from stoker.kernels.linear_measured import MeasuredLinear, run_at_once
-from stoker.kernels.linear_streamed import streamed
+from stoker.kernels import launch, ops
+from stoker.kernels.linear import measured as linear_measured
+from stoker.kernels.linear.measured import MeasuredLinear, run_at_once
+from stoker.kernels.linear.streamed import streamed
 from stoker.kernels.triton_ops import DETERMINISTIC
 
 

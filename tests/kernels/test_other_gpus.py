@@ -10,7 +10,7 @@ from compiling import compiled
 from emulated_cuda import emulated_cuda
 from families import make_model
 
-from stoker.kernels.attention_config import HeadShape, LaunchConfig, launch_config
+from stoker.kernels.attention.config import HeadShape, LaunchConfig, launch_config
 from stoker.kernels.errors import InvalidConfigError
 from stoker.kernels.ops import check_gpu
 from stoker.rollout import RolloutEngine

@@ -21,12 +21,13 @@ if torch.cuda.is_available():
 import triton
 import triton.language as tl
 
-from stoker.kernels import launch, linear_measured
-from stoker.kernels.attention import attend
+from stoker.kernels import launch
+from stoker.kernels.attention.paged import attend
 from stoker.kernels.launch import await_end, await_turn, let_next_up
-from stoker.kernels.linear_cuts import Cut
-from stoker.kernels.linear_measured import MeasuredLinear
-from stoker.kernels.linear_streamed import streamed
+from stoker.kernels.linear import measured as linear_measured
+from stoker.kernels.linear.cuts import Cut
+from stoker.kernels.linear.measured import MeasuredLinear
+from stoker.kernels.linear.streamed import streamed
 from stoker.kernels.norm_rotary import rms_norm
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Activation

@@ -12,7 +12,7 @@ from chances import assert_follows
 from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from stoker.kernels import cpu_sampling
+from stoker.kernels.cpu import sampling as cpu_sampling
 from stoker.kernels.ops import CPU
 from stoker.kernels.reference import sampling
 from stoker.kernels.reference.sampling import (

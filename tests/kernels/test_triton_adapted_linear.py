@@ -32,11 +32,11 @@ from triton_oracle import (
     unwritten_is_nan,  # noqa: F401
 )
 
-from stoker.kernels import linear_measured
-from stoker.kernels.linear_cuts import Cut
-from stoker.kernels.linear_measured import MeasuredLinear
-from stoker.kernels.linear_streamed import streamed
-from stoker.kernels.lora import AHEAD_SHARED, SHRINK_SHARED, lora, shrink
+from stoker.kernels.linear import measured as linear_measured
+from stoker.kernels.linear.cuts import Cut
+from stoker.kernels.linear.measured import MeasuredLinear
+from stoker.kernels.linear.streamed import streamed
+from stoker.kernels.lora.lora import AHEAD_SHARED, SHRINK_SHARED, lora, shrink
 from stoker.kernels.reference.adapter_weights import LoraWeights
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Norm

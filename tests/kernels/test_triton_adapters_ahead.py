@@ -25,11 +25,13 @@ from lora_oracle import NUM_SLOTS
 from torch import Tensor
 from triton_oracle import DEVICE, assert_close, randn, unwritten_is_nan  # noqa: F401
 
-from stoker.kernels import launch, linear_measured, lora_ahead
-from stoker.kernels.linear_cuts import Cut
-from stoker.kernels.linear_measured import MeasuredLinear
-from stoker.kernels.linear_streamed import streamed
-from stoker.kernels.lora import AHEAD_SHARED, lora
+from stoker.kernels import launch
+from stoker.kernels.linear import measured as linear_measured
+from stoker.kernels.linear.cuts import Cut
+from stoker.kernels.linear.measured import MeasuredLinear
+from stoker.kernels.linear.streamed import streamed
+from stoker.kernels.lora import ahead as lora_ahead
+from stoker.kernels.lora.lora import AHEAD_SHARED, lora
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Activation
 

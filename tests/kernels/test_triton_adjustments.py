@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoker.kernels import adjustments
 from stoker.kernels.ops import CPU, REFERENCE, Ops
 from stoker.kernels.reference.adjustments import IN_PROMPT, SAMPLED, Banned, Bias, Penalties
+from stoker.kernels.sampling import adjustments
 from stoker.kernels.triton_ops import TRITON
 
 INF = float("inf")

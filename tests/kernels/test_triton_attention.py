@@ -17,8 +17,8 @@ from families import make_model
 from paged_rows import TOLERANCE
 from pretend_device import build
 
-from stoker.kernels.attention import attend, write_kv
-from stoker.kernels.attention_config import unsupported
+from stoker.kernels.attention.config import unsupported
+from stoker.kernels.attention.paged import attend, write_kv
 from stoker.kernels.ops import REFERENCE
 from stoker.kernels.reference.attention import movable
 from stoker.kernels.reference.attention_plan import Visibility

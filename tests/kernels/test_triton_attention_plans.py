@@ -13,9 +13,9 @@ from cases_attention import DEVICE, GPU_ONLY, NARROW, PLAIN, SMALL, Heads, Paged
 from paged_rows import TOLERANCE
 
 from stoker.kernels import launch
-from stoker.kernels.attention import attend
-from stoker.kernels.attention_decode import _own_keys
-from stoker.kernels.attention_plan import UNIT_ROWS, workspace_bytes
+from stoker.kernels.attention.decode import _own_keys
+from stoker.kernels.attention.paged import attend
+from stoker.kernels.attention.plan import UNIT_ROWS, workspace_bytes
 from stoker.kernels.reference.attention_plan import Visibility
 from stoker.kernels.triton_ops import TRITON
 

@@ -19,7 +19,7 @@ from triton_oracle import DEVICE, DTYPES, assert_close, randn, unwritten_is_nan 
 
 from stoker.engine.layers import experts as interface
 from stoker.kernels import grouping
-from stoker.kernels import moe as triton_moe
+from stoker.kernels.experts import moe as triton_moe
 from stoker.kernels.ops import REFERENCE, Ops
 from stoker.kernels.reference.adapter_weights import LoraWeights
 from stoker.kernels.reference.fp8 import FP8, dequantise_rows

@@ -10,10 +10,11 @@ from linears import expected_linear, make_linear
 from torch import Tensor
 from triton_oracle import DEVICE, DTYPES, assert_close, randn, unwritten_is_nan  # noqa: F401
 
-from stoker.kernels import fp8, linear_measured
-from stoker.kernels.linear_cuts import Cut
-from stoker.kernels.linear_measured import MeasuredLinear
-from stoker.kernels.linear_streamed import streamed
+from stoker.kernels import fp8
+from stoker.kernels.linear import measured as linear_measured
+from stoker.kernels.linear.cuts import Cut
+from stoker.kernels.linear.measured import MeasuredLinear
+from stoker.kernels.linear.streamed import streamed
 from stoker.kernels.ops import REFERENCE, Ops
 from stoker.kernels.reference.fp8 import FP8, dequantise_rows
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON

@@ -11,8 +11,9 @@ from linears import expected_linear, make_linear
 from torch import Tensor
 from triton_oracle import DTYPES, assert_close, randn, unwritten_is_nan  # noqa: F401
 
-from stoker.kernels import launch, linear_invariant
-from stoker.kernels import linear as triton_linear
+from stoker.kernels import launch
+from stoker.kernels.linear import invariant as linear_invariant
+from stoker.kernels.linear import linear as triton_linear
 from stoker.kernels.ops import REFERENCE, Ops
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 

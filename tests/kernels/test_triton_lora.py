@@ -20,7 +20,7 @@ from triton_oracle import (
 )
 
 from stoker.kernels.grouping import most_tiles, order_by_group
-from stoker.kernels.lora_tiles import tiles_by_slot
+from stoker.kernels.lora.tiles import tiles_by_slot
 from stoker.kernels.ops import REFERENCE, Ops
 from stoker.kernels.reference.adapter_weights import LoraWeights
 from stoker.kernels.reference.lora import AdapterRows, LoraTable, PointerBlock, expert_slots

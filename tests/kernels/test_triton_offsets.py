@@ -13,8 +13,8 @@ from lora_oracle import make_table
 from torch import Tensor
 from triton_oracle import DEVICE
 
-from stoker.kernels.linear_cuts import Cut
-from stoker.kernels.linear_streamed import streamed
+from stoker.kernels.linear.cuts import Cut
+from stoker.kernels.linear.streamed import streamed
 from stoker.kernels.reference.adjustments import Banned, Bias, Penalties
 from stoker.kernels.reference.attention_plan import Visibility
 from stoker.kernels.reference.constraints import FIRST, HEADER, REFUSED, ConstraintRows

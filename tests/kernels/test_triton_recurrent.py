@@ -29,7 +29,7 @@ from triton_oracle import (
 )
 
 from stoker.kernels.ops import REFERENCE, Ops
-from stoker.kernels.recurrent_chunks import CHUNK, MOST_WALKED
+from stoker.kernels.recurrent.chunks import CHUNK, MOST_WALKED
 from stoker.kernels.reference.recurrent import StateRows
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 

@@ -37,7 +37,7 @@ from triton_oracle import (
     unwritten_is_nan,  # noqa: F401
 )
 
-from stoker.kernels import routing as triton_routing
+from stoker.kernels.experts import routing as triton_routing
 from stoker.kernels.ops import REFERENCE, Ops
 from stoker.kernels.reference.moe import Gate
 from stoker.kernels.reference.routing import Choice, Routing

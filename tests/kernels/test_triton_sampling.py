@@ -10,9 +10,9 @@ import torch
 from chances import assert_follows
 from torch import Tensor
 
-from stoker.kernels import sampling, truncation
 from stoker.kernels.ops import CPU, REFERENCE, Ops
-from stoker.kernels.sampling import SPLIT
+from stoker.kernels.sampling import sampling, truncation
+from stoker.kernels.sampling.sampling import SPLIT
 from stoker.kernels.triton_ops import TRITON
 
 INF = float("inf")

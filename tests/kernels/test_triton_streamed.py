@@ -21,9 +21,10 @@ from triton_oracle import (
     unwritten_is_nan,  # noqa: F401
 )
 
-from stoker.kernels import launch, linear_streamed
-from stoker.kernels.linear_cuts import Cut, cuts_to_try, fetched_ahead, pipeline
-from stoker.kernels.linear_streamed import describable, streamed
+from stoker.kernels import launch
+from stoker.kernels.linear import streamed as linear_streamed
+from stoker.kernels.linear.cuts import Cut, cuts_to_try, fetched_ahead, pipeline
+from stoker.kernels.linear.streamed import describable, streamed
 from stoker.kernels.reference.norm_rotary import Norm
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stoker.kernels.attention_tiles import attend_tile, load_query, store_output
+from stoker.kernels.attention.tiles import attend_tile, load_query, store_output
 
 
 @triton.jit

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from stoker.kernels import launch
-from stoker.kernels.linear import FEWEST_FOR_TORCH, MOST_SKINNY, skinny
-from stoker.kernels.linear import linear as by_torch
-from stoker.kernels.linear_cuts import MOST_ROWS, Cut, cuts_to_try
-from stoker.kernels.linear_invariant import linear as in_tiles
-from stoker.kernels.linear_streamed import describable, streamed, sums_of_splits
-from stoker.kernels.lora import AHEAD_SHARED, SHRINK_SHARED, ahead, lora, shrink
-from stoker.kernels.lora_ahead import goes_ahead
+from stoker.kernels.linear.cuts import MOST_ROWS, Cut, cuts_to_try
+from stoker.kernels.linear.invariant import linear as in_tiles
+from stoker.kernels.linear.linear import FEWEST_FOR_TORCH, MOST_SKINNY, skinny
+from stoker.kernels.linear.linear import linear as by_torch
+from stoker.kernels.linear.streamed import describable, streamed, sums_of_splits
+from stoker.kernels.lora.ahead import goes_ahead
+from stoker.kernels.lora.lora import AHEAD_SHARED, SHRINK_SHARED, ahead, lora, shrink
 from stoker.kernels.norm_rotary import rms_norm
 from stoker.kernels.reference.fp8 import FP8
 from stoker.kernels.reference.lora import AdapterRows, LoraTable

@@ -1,4 +1,4 @@
-"""The small Triton kernels that cut rows into splits and find rows that begin alike; see ``attention_plan.py``."""
+"""The small Triton kernels that cut rows into splits and find rows that begin alike; see ``plan``."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations

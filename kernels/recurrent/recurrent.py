@@ -5,9 +5,9 @@ H200 (4.3 TB/s), expected and not measured. A tile is 8 KiB, the registers of on
 multiprocessor, and many rows have more loads in flight than latency asks for. The next token's inputs are loaded while one
 is computed.
 
-Prompts go by chunks (``recurrent_chunks``), except short ones; a sequence's own length alone decides. Also where it is
-walked token by token, a sequence has the same bits however it is cut into pieces: the layer's shape decides the size of a
-tile, and with it each sum's order, and no product is fused with a sum.
+Prompts go by ``chunks``, except short ones; a sequence's own length alone decides. Also where it is walked token by token, a
+sequence has the same bits however it is cut into pieces: the layer's shape decides the size of a tile, and with it each sum's
+order, and no product is fused with a sum.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stoker.kernels import launch
 from stoker.kernels.launch import await_turn
-from stoker.kernels.recurrent_chunks import (
+from stoker.kernels.recurrent.chunks import (
     MOST_WALKED,
     can_chunk,
     decay_rate,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stoker.kernels import launch
 from stoker.kernels.launch import await_turn, fetch_ahead
-from stoker.kernels.linear import store_outputs, sum_over, weight_rows
+from stoker.kernels.linear.linear import store_outputs, sum_over, weight_rows
 from stoker.kernels.norm_rotary import rms_norm
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 

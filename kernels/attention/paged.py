@@ -29,11 +29,11 @@ import triton
 from torch import Tensor
 
 from stoker.kernels import launch
-from stoker.kernels.attention_config import HeadShape, LaunchConfig, launch_config
-from stoker.kernels.attention_decode import decode_kernel
-from stoker.kernels.attention_plan import UNIT_ROWS, AttentionPlan, Lanes
-from stoker.kernels.attention_prefill import prefill_kernel
-from stoker.kernels.attention_write import write_kernel
+from stoker.kernels.attention.config import HeadShape, LaunchConfig, launch_config
+from stoker.kernels.attention.decode import decode_kernel
+from stoker.kernels.attention.plan import UNIT_ROWS, AttentionPlan, Lanes
+from stoker.kernels.attention.prefill import prefill_kernel
+from stoker.kernels.attention.write import write_kernel
 from stoker.kernels.reference.attention_plan import Visibility
 
 _LOG2E = 1.4426950408889634

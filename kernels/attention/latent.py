@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels import launch
-from stoker.kernels.attention_write import keep
+from stoker.kernels.attention.write import keep
 from stoker.kernels.launch import await_turn
 
 _HEADS_TILE = 1024  # elements of a program's heads: a 16-byte load for each thread

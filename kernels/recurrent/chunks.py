@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels import launch
-from stoker.kernels.causal_conv import sequence_of_tile
 from stoker.kernels.launch import await_turn
+from stoker.kernels.recurrent.causal_conv import sequence_of_tile
 from stoker.kernels.reference.recurrent import NORM_EPS, StateRows
 
 CHUNK = 64

@@ -1,6 +1,6 @@
 """How the programs of a streamed product share its weight: which cuts are worth a try, and what each is launched with.
 
-Plain arithmetic on shapes and on the sizes of a chip. ``linear_streamed`` has the kernel, ``linear_measured`` tries the cuts.
+Plain arithmetic on shapes and on the sizes of a chip. ``streamed`` has the kernel, ``measured`` tries the cuts.
 """
 
 from __future__ import annotations

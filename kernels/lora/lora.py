@@ -19,10 +19,10 @@ import triton
 from torch import Tensor
 
 from stoker.kernels import launch
-from stoker.kernels.lora_ahead import expand_ahead_kernel
-from stoker.kernels.lora_expand import expand_gated_kernel, expand_kernel
-from stoker.kernels.lora_shrink import look_up_kernel, shrink_kernel
-from stoker.kernels.lora_tiles import FEW, Tiles
+from stoker.kernels.lora.ahead import expand_ahead_kernel
+from stoker.kernels.lora.expand import expand_gated_kernel, expand_kernel
+from stoker.kernels.lora.shrink import look_up_kernel, shrink_kernel
+from stoker.kernels.lora.tiles import FEW, Tiles
 from stoker.kernels.norm_rotary import act_mul
 from stoker.kernels.reference.lora import POINTER_FIELDS, AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Activation

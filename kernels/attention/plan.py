@@ -21,7 +21,7 @@ import triton
 from torch import Tensor
 
 from stoker.kernels import launch
-from stoker.kernels.attention_splits import common_blocks_kernel, units_kernel, work_list_kernel
+from stoker.kernels.attention.splits import common_blocks_kernel, units_kernel, work_list_kernel
 from stoker.kernels.host_memory import to_device
 from stoker.kernels.reference.attention_plan import PLAIN, Segment, Tables, Visibility, segments
 

@@ -2,8 +2,8 @@
 
 Below ``FEWEST_FOR_TORCH`` tokens, reading the weight takes the time: one Triton kernel reads every byte of it once, and
 does norm, activation and residual on the way. With more tokens it is a matrix product of the vendor's library between
-small kernels; for some dozens of tokens, whatever ``linear_measured`` finds to be faster. ``linear_invariant`` gives a row
-the same bits in any batch, at the price of a slower product.
+small kernels; for some dozens of tokens, whatever ``measured`` finds to be faster. ``invariant`` gives a row the same bits in any
+batch, at the price of a slower product.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

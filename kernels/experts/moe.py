@@ -18,7 +18,7 @@ from stoker.kernels import launch
 from stoker.kernels.fp8 import as_dtype
 from stoker.kernels.grouping import group_of_tile, most_tiles, order_by_group, rows_per_tile
 from stoker.kernels.launch import await_turn
-from stoker.kernels.lora import lora
+from stoker.kernels.lora.lora import lora
 from stoker.kernels.norm_rotary import act_times
 from stoker.kernels.reference.moe import ExpertAdapters, Gate
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from stoker.kernels.launch import await_turn, fetch
-from stoker.kernels.lora_shrink import matrix_of, rank_of, sum_of_first
+from stoker.kernels.lora.shrink import matrix_of, rank_of, sum_of_first
 from stoker.kernels.norm_rotary import act_times
 
 

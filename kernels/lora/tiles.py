@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stoker.kernels import launch
 from stoker.kernels.grouping import most_tiles
-from stoker.kernels.lora_shrink import tiles_kernel
+from stoker.kernels.lora.shrink import tiles_kernel
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
 
 FEW = 1024  # tokens; up to so many get tiles of 16, more get tall ones

@@ -1,4 +1,4 @@
-"""The Triton kernel of decode rows' attention. It takes its work from the list that ``attention_plan`` makes.
+"""The Triton kernel of decode rows' attention. It takes its work from the list that ``plan`` makes.
 
 Arguments named after a tensor and one of its dimensions (``key_block``) are its strides. Addresses are 64 bits wide.
 """
@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stoker.kernels.attention_splits import row_runs, row_splits, split_size
-from stoker.kernels.attention_tiles import attend_tile, fold, load_query, merge, store_output, store_partial
+from stoker.kernels.attention.splits import row_runs, row_splits, split_size
+from stoker.kernels.attention.tiles import attend_tile, fold, load_query, merge, store_output, store_partial
 from stoker.kernels.launch import await_turn, fetch
 
 

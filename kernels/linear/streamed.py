@@ -8,7 +8,7 @@ split among several (split-K). A split costs time, as programs wait for the slow
 are no more than needed. Each program leaves its sum in memory (in fact in L2), and the last to arrive adds them up in
 order, so the result does not depend on which one was last (the order is that of Osama et al., "Stream-K", 2023).
 
-Where adapters run ahead of it (``lora_ahead``), the weight is read while they do: x was there before. The product waits for its
+Where adapters run ahead of it (``lora.ahead``), the weight is read while they do: x was there before. The product waits for its
 turn when it has its sums, to which it adds theirs.
 """
 
@@ -24,8 +24,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from stoker.kernels import launch
 from stoker.kernels.fp8 import as_dtype
 from stoker.kernels.launch import await_turn, fetch_ahead, fetch_part_ahead
-from stoker.kernels.linear import plus_product, store_rows, with_scales_and_bias
-from stoker.kernels.linear_cuts import FEW, MOST_ROWS, Cut, settings_of, warps
+from stoker.kernels.linear.cuts import FEW, MOST_ROWS, Cut, settings_of, warps
+from stoker.kernels.linear.linear import plus_product, store_rows, with_scales_and_bias
 from stoker.kernels.norm_rotary import act_times, rms_norm
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 

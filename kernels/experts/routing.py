@@ -16,7 +16,7 @@ from torch import Tensor
 from stoker.kernels import launch
 from stoker.kernels.grouping import order_by_group
 from stoker.kernels.launch import await_turn, fetch_ahead
-from stoker.kernels.linear import sum_over
+from stoker.kernels.linear.linear import sum_over
 from stoker.kernels.reference.routing import Choice, Routing
 
 _ROWS = 16  # tokens of a product

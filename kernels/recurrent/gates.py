@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stoker.kernels import launch
 from stoker.kernels.launch import await_turn
-from stoker.kernels.recurrent_chunks import softplus
+from stoker.kernels.recurrent.chunks import softplus
 
 _ELEMENTS = 1024  # of a program's heads
 

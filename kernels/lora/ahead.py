@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from stoker.kernels.launch import await_end, fetch, let_next_up
-from stoker.kernels.lora_shrink import matrix_of, rank_of, sum_of_first
+from stoker.kernels.lora.shrink import matrix_of, rank_of, sum_of_first
 from stoker.kernels.reference.lora import LoraTable
 
 _MOST_RANK = 64
