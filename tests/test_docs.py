@@ -28,6 +28,7 @@ from stoker.weight_sync.transport import WeightTransfer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "pages").glob("*.md"))]
+RESULTS = ROOT / "benchmarks" / "results" / "README.md"
 # What the pages show is for a GPU and a real run.
 SMALLER = {
     "4GiB": "4MiB",
@@ -278,6 +279,33 @@ def test_tuning_has_every_setting_and_its_default() -> None:
         said |= dict(zip(names, values * len(names) if len(values) == 1 else values, strict=True))
     is_so = {field.name: field.default for field in dataclasses.fields(stoker.rollout.EngineConfig)}
     assert {name: ast.literal_eval(value) for name, value in said.items()} == is_so
+
+
+def links(page: Path) -> Iterator[tuple[Path, str]]:
+    """The file that each relative link of a page leads to, and the heading in it, if it names one."""
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        path, _, heading = target.partition("#")
+        yield ((page.parent / path).resolve() if path else page), heading
+
+
+def headings(page: Path) -> set[str]:
+    """As links name them."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, RESULTS, RESULTS.parents[1] / "README.md"], ids=lambda p: f"{p.parent.name}-{p.stem}"
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert [
+        path for path, heading in links(page) if not path.exists() or (heading and heading not in headings(path))
+    ] == []
+
+
+def test_figures_of_the_readme_are_among_the_results() -> None:
+    quoted, known = ({path for path, _ in links(page) if path.parent == RESULTS.parent} for page in (PAGES[0], RESULTS))
+    assert len(quoted) > 10 and quoted - known == {RESULTS}
 
 
 def test_every_page_is_in_the_navigation() -> None:
