@@ -68,6 +68,7 @@ class _Functions:
         names = forward.__globals__ | {
             _CONVOLUTION: self.convolve,
             "torch_chunk_gated_delta_rule": self.delta_rule,
+            "chunk_kimi_delta_attention": self.delta_rule,
             "mamba2_chunk_scan": self.scan,
         }
         return FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -91,10 +92,11 @@ class _Functions:
         beta: Tensor,
         use_qk_l2norm_in_kernel: bool = False,
         **_: Any,
-    ) -> tuple[Tensor, None]:
-        """query, key, value: [1, T, heads, dim]; g, beta: [1, T, heads]."""
-        tensors = (t[0] for t in (query, key, value, g, beta))
-        return self.layers.context.delta_rule(self.layer, *tensors, normalise=use_qk_l2norm_in_kernel)[None], None
+    ) -> tuple[Tensor, Tensor]:
+        """query, key, value: [1, T, heads, dim]; beta: [1, T, heads]; g: [1, T, heads], or Kimi's, [1, T, heads, key dim]."""
+        tensors = (t[0] for t in (query, key, value, g.float(), beta))
+        out: Tensor = self.layers.context.delta_rule(self.layer, *tensors, normalise=use_qk_l2norm_in_kernel)
+        return out[None], query.new_empty(0)  # the state is kept already
 
     def scan(
         self,

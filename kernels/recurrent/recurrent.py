@@ -55,23 +55,25 @@ def _tile(starts_ptr, HEADS: tl.constexpr, TILES: tl.constexpr, DECODE: tl.const
 @triton.jit
 def _load_rule(
     query_ptr, key_ptr, value_ptr, decay_ptr, beta_ptr, token, query_token, key_token, value_token, decay_token,
-    beta_token, is_key, is_value,
+    beta_token, is_key, is_value, BY_ROW: tl.constexpr,
 ):  # fmt: skip
     query = tl.load(query_ptr + token * query_token, mask=is_key, other=0.0)
     key = tl.load(key_ptr + token * key_token, mask=is_key, other=0.0)
     value = tl.load(value_ptr + token * value_token, mask=is_value, other=0.0)
-    return query, key, value, tl.load(decay_ptr + token * decay_token), tl.load(beta_ptr + token * beta_token)
+    decay_ptr += token * decay_token
+    decay = tl.load(decay_ptr, mask=is_key, other=0.0) if BY_ROW else tl.load(decay_ptr)
+    return query, key, value, decay, tl.load(beta_ptr + token * beta_token)
 
 
 @triton.jit(do_not_specialize=["longest"], do_not_specialize_on_alignment=_ROWS)
 def _gated_delta_rule_kernel(
     query_ptr, key_ptr, value_ptr, decay_ptr, beta_ptr, state_ptr, slots_ptr, starts_ptr, out_ptr, query_token,
-    query_head, key_token, key_head, value_token, value_head, decay_token, beta_token, slot_stride, longest, scale, HEADS: tl.constexpr,
-    SHARED: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, NORM_EPS: tl.constexpr, DECODE: tl.constexpr,
+    query_head, key_token, key_head, value_token, value_head, decay_token, decay_head, beta_token, slot_stride, longest, scale,
+    HEADS: tl.constexpr, SHARED: tl.constexpr, BY_ROW: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, NORM_EPS: tl.constexpr, DECODE: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, TILES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """NORM_EPS: None where query and key stay as they are. DECODE: no launch but one like this writes states, and the step
-    before did."""
+    """NORM_EPS: None where query and key stay as they are. BY_ROW: each row of a state has a decay of its own. DECODE: no launch
+    but one like this writes states, and the step before did."""
     if not DECODE:
         await_turn(DEPENDENT)
     row, head, tile, first, last = _tile(starts_ptr, HEADS, TILES, DECODE)
@@ -82,7 +84,9 @@ def _gated_delta_rule_kernel(
     query_ptr += head // SHARED * query_head + keys
     key_ptr += head // SHARED * key_head + keys
     value_ptr += head * value_head + values
-    decay_ptr += head
+    decay_ptr += head * decay_head
+    if BY_ROW:
+        decay_ptr += keys
     beta_ptr += head
     out_ptr += head * VALUE_DIM + values
     within = is_key[:, None] & is_value[None, :]
@@ -93,7 +97,7 @@ def _gated_delta_rule_kernel(
         await_turn(DEPENDENT)
     query, key, value, decay, beta = _load_rule(
         query_ptr, key_ptr, value_ptr, decay_ptr, beta_ptr, first, query_token, key_token, value_token, decay_token,
-        beta_token, is_key, is_value,
+        beta_token, is_key, is_value, BY_ROW,
     )  # fmt: skip
     for token in range(first, last):
         q, k, v = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
@@ -101,13 +105,13 @@ def _gated_delta_rule_kernel(
         if not DECODE:
             query, key, value, decay, beta = _load_rule(
                 query_ptr, key_ptr, value_ptr, decay_ptr, beta_ptr, tl.minimum(token + 1, last - 1), query_token,
-                key_token, value_token, decay_token, beta_token, is_key, is_value,
+                key_token, value_token, decay_token, beta_token, is_key, is_value, BY_ROW,
             )  # fmt: skip
         if NORM_EPS is not None:
             q *= tl.rsqrt(tl.sum(q * q, 0) + NORM_EPS)
             k *= tl.rsqrt(tl.sum(k * k, 0) + NORM_EPS)
         q, k = (q * scale)[:, None], k[:, None]
-        state *= kept
+        state *= kept[:, None] if BY_ROW else kept
         change = (v - tl.sum(state * k, 0)) * strength
         state += k * change[None, :]
         tl.store(out_ptr + token * (HEADS * VALUE_DIM), tl.sum(state * q, 0), mask=is_value)
@@ -128,20 +132,21 @@ def gated_delta_rule(
 ) -> Tensor:
     """As the reference; the last dimension of each input is contiguous, and so is each row of ``state``.
 
-    deterministic: the same bits in whatever pieces a sequence comes; otherwise the same to rounding.
+    deterministic: the same bits in whatever pieces a sequence comes; otherwise the same to rounding. With a decay for each row
+    of a state, sequences of any length go token after token.
     """
-    (heads, value_dim), (key_heads, key_dim) = value.shape[1:], key.shape[1:]
+    (heads, value_dim), (key_heads, key_dim), by_row = value.shape[1:], key.shape[1:], decay.dim() == 3
     assert all(t.stride(-1) == 1 for t in (query, key, value, decay, beta)) and state[0].is_contiguous()
     width, most = tile_width(key_dim, value_dim), rows.longest
     out, tiles = _result(value, query.dtype, rows), triton.cdiv(value_dim, width)
-    if most > MOST_WALKED and not deterministic and can_chunk(key_dim, key.dtype, rule=True):
+    if most > MOST_WALKED and not (deterministic or by_row) and can_chunk(key_dim, key.dtype, rule=True):
         rule_by_chunks(query, key, value, decay, beta, state, rows, out, normalise=normalise)
         most = MOST_WALKED
     _gated_delta_rule_kernel[(rows.slots.shape[0] * heads * tiles,)](
         query, key, value, decay, beta, state, rows.slots, rows.starts, out, query.stride(0), query.stride(1),
-        key.stride(0), key.stride(1), value.stride(0), value.stride(1), decay.stride(0), beta.stride(0),
-        state.stride(0), most, key_dim**-0.5, HEADS=heads, SHARED=heads // key_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        NORM_EPS=NORM_EPS if normalise else None, DECODE=rows.longest == 1, KEYS=triton.next_power_of_2(key_dim), VALUES=width,
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1), decay.stride(0), decay.stride(1), beta.stride(0),
+        state.stride(0), most, key_dim**-0.5, HEADS=heads, SHARED=heads // key_heads, BY_ROW=by_row, KEY_DIM=key_dim,
+        VALUE_DIM=value_dim, NORM_EPS=NORM_EPS if normalise else None, DECODE=rows.longest == 1, KEYS=triton.next_power_of_2(key_dim), VALUES=width,
         TILES=tiles, num_warps=1, **launch.options(out.device, fused=False),
     )  # fmt: skip
     return out

@@ -119,9 +119,9 @@ def gated_delta_rule(
     """The gated delta rule (Yang et al., 2024), token after token, in fp32: with S the state of a head and the key k,
     ``S = exp(decay) S; S = S + k (beta (v - k^T S))^T; out = S^T q / sqrt(Dk)``.
 
-    query, key: [T, Hk, Dk]; value: [T, H, Dv], head h with the key head h // (H / Hk); decay: fp32 [T, H], 0 at most; beta:
-    [T, H]; state: fp32 [N, H, Dk, Dv], changed in place. normalise: query and key are divided by their length. Returns
-    [T, H, Dv] in the dtype of ``query``.
+    query, key: [T, Hk, Dk]; value: [T, H, Dv], head h with the key head h // (H / Hk); decay: fp32, 0 at most, [T, H], or [T, H,
+    Dk] for each row of S by itself (Kimi Delta Attention, 2025); beta: [T, H]; state: fp32 [N, H, Dk, Dv], changed in place.
+    normalise: query and key are divided by their length. Returns [T, H, Dv] in the dtype of ``query``.
     """
     q, k, v, strength, kept = (rows.padded(t).float() for t in (query, key, value, beta, decay))
     if normalise:
@@ -130,7 +130,8 @@ def gated_delta_rule(
     if value.shape[1] != key.shape[1]:
         q, k = (t.repeat_interleave(value.shape[1] // key.shape[1], dim=2) for t in (q, k))
     q, k, v = (t.unsqueeze(-2) for t in (q, k, v))
-    strength, kept = strength[..., None, None], kept.exp()[..., None, None]
+    strength, kept = strength[..., None, None], kept.exp()[..., None]
+    kept = kept if decay.dim() == 3 else kept.unsqueeze(-1)
     s, out = state[rows.slots], torch.empty_like(v, memory_format=torch.contiguous_format)
     for t in range(rows.longest):  # after a sequence's end nothing decays and the key is 0: its state stays
         s.mul_(kept[:, t])

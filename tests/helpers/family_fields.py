@@ -275,6 +275,26 @@ EXPERTS = {
 }
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
 
+# Delta attention whose states forget row by row, and latent attention.
+_KIMI = {
+    "num_key_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "linear_conv_kernel_dim": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+
 # Families some of whose layers keep a state of the whole sequence.
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": DELTA_RULE | EXPERTS,
@@ -323,6 +343,9 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "sliding_attention", "full_attention", "linear_attention"],
         "sliding_window": WINDOW,
     },
+    "kimi_linear": _KIMI,
+    "bailing_hybrid": _KIMI
+    | {"head_dim": 16, "short_conv_kernel_size": 3, "kda_lower_bound": -2.0, "rope_parameters": rope(), "num_mtp_layers": 0},
     "qwen3_5+images": {  # text that goes through a model of images
         "rope_parameters": rope(partial_rotary_factor=0.5, mrope_section=[2, 1, 1]),
         "vision_config": _VISION | {"depth": 1, "num_heads": 4, "out_hidden_size": 48},

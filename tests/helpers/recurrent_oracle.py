@@ -69,15 +69,16 @@ def delta_case(
     decay: float = 1.0,
     alike: bool = False,
     large: bool = False,
+    by_row: bool = False,
 ) -> Case:
-    """alike: keys of all tokens are the same and nothing is forgotten, as of a token said again and again; large: states are
+    """by_row: each row of a state has a decay of its own; alike: keys of all tokens are the same and nothing is forgotten, as of a token said again and again; large: states are
     beyond what fp16 holds, and results are not."""
     key_dim, value_dim = dims
     by_token = {
         "query": apart(randn(tokens, key_heads, key_dim, dtype=dtype)),
         "key": apart(randn(tokens, key_heads, key_dim, dtype=dtype, scale=1.0 if normalise else key_dim**-0.5)),
         "value": apart(randn(tokens, heads, value_dim, dtype=dtype)),
-        "decay": -decay * F.softplus(randn(tokens, heads)),
+        "decay": -decay * F.softplus(randn(tokens, heads, *((key_dim,) if by_row else ()))),
         "beta": apart(randn(tokens, heads, dtype=dtype).sigmoid()),
     }
     if alike:
@@ -178,7 +179,7 @@ def delta_step(
     if normalise:
         query, key = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (query, key))
     q, k = (t.repeat_interleave(len(value) // len(key), 0) for t in (query, key))
-    state = state * decay.exp()[:, None, None]
+    state = state * (decay.exp()[..., None] if decay.dim() == 2 else decay.exp()[:, None, None])
     change = beta[:, None] * (value - torch.einsum("hk,hkv->hv", k, state))
     state = state + torch.einsum("hk,hv->hkv", k, change)
     return torch.einsum("hk,hkv->hv", q, state) * query.shape[-1] ** -0.5, state
@@ -261,6 +262,9 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("gated_delta_rule", {"decay": 30.0}),
     ("gated_delta_rule", {"large": True, "normalise": False, "decay": 0.1}),
     ("gated_delta_rule", {"decay": 0.0, "alike": True}),
+    ("gated_delta_rule", {"by_row": True}),
+    ("gated_delta_rule", {"by_row": True, "key_heads": 3, "heads": 3, "dims": (40, 20), "decay": 30.0}),
+    ("gated_delta_rule", {"by_row": True, "decay": 0.0, "alike": True}),
     ("selective_scan", {"biases": False, "groups": 1}),
     ("selective_scan", {"decay": 30.0}),
     ("selective_scan", {"limit": (0.5, 1.1), "groups": 4}),
