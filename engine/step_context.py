@@ -90,7 +90,7 @@ class StepContext:
         query: Tensor,
         key_value: Tensor,
         key_rotary: Tensor,
-        cos_sin: tuple[Tensor, Tensor],
+        cos_sin: tuple[Tensor, Tensor] | None,
         *,
         interleaved: bool,
         factor: Tensor | None,

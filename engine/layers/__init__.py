@@ -2,7 +2,8 @@
 
 - Finding out what a layer does: ``layer_structure`` and ``moe_structure`` by names, ``router_probe`` and ``probe`` by trying.
 - Fused layers: ``fused_layers`` replaces layers by the form that ``fused_forms`` finds. A ``fused_decoder`` layer has
-  ``fused_branches``, made of ``linears``, ``fused_mixers`` and ``fused_moe``. ``fused_model`` runs the whole decoder.
+  ``fused_branches``, made of ``linears``, ``fused_mixers`` (those with states: ``fused_recurrent``) and ``fused_moe``.
+  ``fused_model`` runs the whole decoder.
 - The model's own modules on the engine's operations: ``experts``, ``recurrent``, ``rotary``, ``quantised``.
 - ``fp8_weights``: rounded copies of weights.
 """

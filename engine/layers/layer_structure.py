@@ -76,8 +76,18 @@ _MIXERS: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
 }
 # Latent attention: the linears that read its input, those that make queries, keys and values from these, the output.
 _LATENT = (
+    (("q_proj", "kv_a_proj_with_mqa", "g_proj"), ("kv_b_proj",), "o_proj"),  # the last: a gate on each head
     (("q_a_proj", "kv_a_proj_with_mqa"), ("q_b_proj", "kv_b_proj"), "o_proj"),
     (("q_proj", "kv_a_proj_with_mqa"), ("kv_b_proj",), "o_proj"),
+)
+# Kimi's delta attention, likewise: query, key and value, then beta, the decay and the gate, or latent vectors of these two.
+_KIMI = (
+    (
+        ("q_proj", "k_proj", "v_proj", "b_proj", "forget_gate.f_a_proj", "g_a_proj"),
+        ("forget_gate.f_b_proj", "g_b_proj"),
+        "o_proj",
+    ),
+    (("q_proj", "k_proj", "v_proj", "b_proj", "forget_gate.f_proj", "g_proj"), (), "o_proj"),
 )
 # The same for MLPs: gate and up, then down; and for those without a gate.
 _MLPS = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp")
@@ -213,7 +223,7 @@ def structure_of(layer: nn.Module) -> Structure | None:
 
 def _mixer(layer: nn.Module, name: str, kind: str) -> Branch | None:
     module = layer.get_submodule(name)
-    latent = hasattr(module, "kv_b_proj")
+    latent, kimi = hasattr(module, "kv_b_proj"), hasattr(module, "forget_gate")
     if kind in ("self_attn", "attention", "attn"):
         if not latent and head_dim_of(module) is None:
             return None
@@ -221,9 +231,9 @@ def _mixer(layer: nn.Module, name: str, kind: str) -> Branch | None:
     else:
         scale, in_scale = _multiplier(layer, "ssm_out"), _multiplier(module, "ssm_in")
     branch = Branch(name, scale=_multiplier(layer, "residual") * scale, in_scale=in_scale)
-    if not latent:
+    if not latent and not kimi:
         return _through_linears(module, branch, _MIXERS[kind])
-    for inputs, inner, out in _LATENT:
+    for inputs, inner, out in _LATENT if latent else _KIMI:
         if all(_is_linear(module, path) for path in inner):
             found = _through_linears(module, branch, ((inputs, out),))
             if found is not None:
@@ -263,7 +273,7 @@ def _through_linears(
     """
     for inputs, out in choices:
         if all(_is_linear(module, name) for name in (*inputs, out)):
-            if len({getattr(module, name).bias is None for name in inputs}) > 1:
+            if len({module.get_submodule(name).bias is None for name in inputs}) > 1:
                 return None
             paths = tuple(f"{branch.path}.{name}" for name in inputs)
             return replace(branch, inputs=paths, out=f"{branch.path}.{out}")
@@ -310,4 +320,8 @@ def _activation_of(mlp: Any, known: Mapping[_Name, Callable[[Tensor], Tensor]]) 
 
 
 def _is_linear(module: nn.Module, name: str) -> bool:
-    return type(getattr(module, name, None)) in (nn.Linear, Conv1D)
+    """name: of a part, or of a part's part."""
+    part: Any = module
+    for step in name.split("."):
+        part = getattr(part, step, None)
+    return type(part) in (nn.Linear, Conv1D)

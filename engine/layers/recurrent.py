@@ -1,4 +1,4 @@
-"""Recurrent layers, which keep a state for each sequence: gated delta rule, Mamba-2, short convolutions.
+"""Recurrent layers, which keep a state for each sequence: gated delta rule, also Kimi's, Mamba-2, short convolutions.
 
 Transformers has no interface for them as it has for attention. But the forwards of its modules all call the same few global
 functions, so that kernels can be exchanged. In the shell these forwards call the engine's functions instead.

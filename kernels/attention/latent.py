@@ -56,6 +56,7 @@ def _latent_heads_write_kernel(
     VALUE: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TURNS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     FACTOR: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -70,9 +71,12 @@ def _latent_heads_write_kernel(
     real = head < heads
     plain, turns = real & (at < PLAIN), real & (at >= PLAIN) & (at < PLAIN + ROTATED)
     place = at - PLAIN
-    angle_at = place // 2 if INTERLEAVED else place
-    cos = tl.load(cos_ptr + token * cos_stride + angle_at, mask=turns, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + token * sin_stride + angle_at, mask=turns, other=0.0).to(tl.float32)
+    if TURNS:
+        angle_at = place // 2 if INTERLEAVED else place
+        cos = tl.load(cos_ptr + token * cos_stride + angle_at, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + token * sin_stride + angle_at, mask=turns, other=0.0).to(tl.float32)
+    else:
+        cos, sin = 1.0, 0.0
     slot = tl.load(slots_ptr + token).to(tl.int64)  # times a stride, this passes 32 bits in a large cache
     if FACTOR:
         factor = tl.load(factor_ptr + token * factor_stride)
@@ -99,7 +103,7 @@ def latent_heads_write(
     query: Tensor,
     key_value: Tensor,
     key_rotary: Tensor,
-    cos_sin: tuple[Tensor, Tensor],
+    cos_sin: tuple[Tensor, Tensor] | None,
     key_cache: Tensor,
     value_cache: Tensor,
     slots: Tensor,
@@ -113,7 +117,7 @@ def latent_heads_write(
     [T, 1]. Returns [T, H, N + R].
     """
     tokens, heads, dim = query.shape
-    rotated, (cos, sin) = key_rotary.shape[1], cos_sin
+    rotated, (cos, sin) = key_rotary.shape[1], (key_rotary, key_rotary) if cos_sin is None else cos_sin
     plain = dim - rotated
     value = key_value.shape[2] - plain
     caches = (key_cache, value_cache)
@@ -143,6 +147,7 @@ def latent_heads_write(
         VALUE=value,
         HEADS=tile,
         BLOCK=block,
+        TURNS=cos_sin is not None,
         INTERLEAVED=interleaved,
         FACTOR=factor is not None,
         num_warps=4,

@@ -72,7 +72,7 @@ def latent_heads_write(
     query: Tensor,
     key_value: Tensor,
     key_rotary: Tensor,
-    cos_sin: tuple[Tensor, Tensor],
+    cos_sin: tuple[Tensor, Tensor] | None,
     key_cache: Tensor,
     value_cache: Tensor,
     slots: Tensor,

@@ -162,17 +162,19 @@ def latent_heads(
     query: Tensor,
     key_value: Tensor,
     key_rotary: Tensor,
-    cos_sin: tuple[Tensor, Tensor],
+    cos_sin: tuple[Tensor, Tensor] | None,
     interleaved: bool = False,
     factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From the heads of latent attention (DeepSeek-AI, 2024) to what attention takes: the last numbers of a head are rotated.
 
-    query: [T, H, N + R]; key_value: [T, H, N + V]; key_rotary: [T, R], of the keys of all heads; cos_sin: [T, R] each;
-    interleaved: see ``rotary``; factor: of queries, fp32 [T, 1]. Returns query and key [T, H, N + R], value [T, H, V].
+    query: [T, H, N + R]; key_value: [T, H, N + V]; key_rotary: [T, R], of the keys of all heads; cos_sin: [T, R] each, or None for
+    no rotation (Kimi Linear); interleaved: see ``rotary``; factor: of queries, fp32 [T, 1]. Returns query and key [T, H, N + R],
+    value [T, H, V].
     """
     heads, plain = query.shape[1], query.shape[2] - key_rotary.shape[1]
-    both = rotary(torch.cat((query[..., plain:], key_rotary[:, None]), dim=1), *cos_sin, interleaved)
+    both = torch.cat((query[..., plain:], key_rotary[:, None]), dim=1)
+    both = both if cos_sin is None else rotary(both, *cos_sin, interleaved)
     query = torch.cat((query[..., :plain], both[:, :heads]), dim=-1)
     if factor is not None:
         query = (query * factor[:, :, None]).to(key_value.dtype)

@@ -185,7 +185,7 @@ def as_the_model_says(batch: RolloutBatch, model: Any) -> None:
 
 
 @pytest.mark.parametrize("stable", [True, False], ids=["same addresses", "other addresses"])
-@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+@pytest.mark.parametrize("family", ["llama", "falcon_h1", "kimi_linear"])
 def test_tokens_and_scores_are_those_of_a_cpu(family: str, stable: bool) -> None:
     """Also where memory comes back elsewhere, and graphs are captured again."""
     model, asked = (make_hybrid if family in HYBRIDS else make_model)(family), (prompts(10), params(10))

@@ -38,6 +38,8 @@ OWN_MLP = {
     "granitemoehybrid": [0, 1, 2],
     "nemotron_h": [2],
     "lara_mini": [0, 1, 2, 3],
+    "kimi_linear": [1, 2],
+    "bailing_hybrid": [1, 2],
 }
 
 # Of Gemma 4: without inputs of layers and keys of others, and with experts beside the MLP.

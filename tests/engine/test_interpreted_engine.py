@@ -107,7 +107,14 @@ def test_with_the_kernels_of_a_gpu_a_pattern_is_followed_as_with_the_torch_opera
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [
-        *(("qwen3_5", {}), ("lfm2", {}), ("bamba", {}), ("falcon_h1", {"num_hidden_layers": 1}), ("nemotron_h", {})),
+        *(
+            ("qwen3_5", {}),
+            ("lfm2", {}),
+            ("bamba", {}),
+            ("falcon_h1", {"num_hidden_layers": 1}),
+            ("nemotron_h", {}),
+            ("kimi_linear", {}),
+        ),
         ("lfm3", THREE_OF_LFM3),
         ("glm4_moe", {"num_hidden_layers": 2}),
         ("qwen3_5_moe", {"num_hidden_layers": 1, "layer_types": ["full_attention"]}),

@@ -170,6 +170,7 @@ def launch_latent(heads: int, plain: int, rotated: int, value: int) -> None:
     caches = zeros(4, 16, heads, plain + rotated), zeros(4, 16, heads, value)
     for interleaved, factor in ((True, None), (False, torch.ones(8, 1))):
         latent_attention.latent_heads_write(*inputs, tables, *caches, slots, interleaved=interleaved, factor=factor)
+    latent_attention.latent_heads_write(*inputs, None, *caches, slots)
 
 
 def launch_routed() -> None:
@@ -304,7 +305,7 @@ def launch_ahead(
 
 
 def launch_recurrent() -> None:
-    """A decode step and prompts, of Qwen3-Next, OLMo-hybrid, LFM2, Bamba, Falcon-H1 and Nemotron-H."""
+    """A decode step and prompts, of Qwen3-Next, OLMo-hybrid, LFM2, Bamba, Falcon-H1, Nemotron-H, Kimi Linear and Ling 3."""
     for heads, dim in ((32, 128), (30, 192)):
         for weight in (zeros(dim), torch.zeros(dim)):
             gates.gated_rms_norm(zeros(64, heads, dim), zeros(64, heads, dim), weight, 1e-6)
@@ -313,6 +314,10 @@ def launch_recurrent() -> None:
             x, gate = zeros(64, groups, dim), zeros(64, 2 * groups * dim)[:, : groups * dim].view(64, groups, dim)
             gates.gated_rms_norm(x, gate, zeros(groups, dim), 1e-5, True)
         gates.delta_gates(zeros(64, heads), zeros(64, heads), torch.zeros(heads), zeros(heads), 2.0)
+    rows_of, by_row = zeros(64, 32, 128), (zeros(64, 32), torch.zeros(32), torch.zeros(4096))
+    gates.gated_rms_norm(rows_of, rows_of, zeros(128), 1e-6, sigmoid=True)
+    for bound in (None, -5.0):
+        gates.delta_gates(rows_of, *by_row, bound=bound, rounded=bound is not None)
     for longest in (1, 100):
         rows = StateRows(*(torch.arange(n) for n in (64, 65)), longest)
         before, after, x = zeros(64, 3 * 2048).chunk(3, dim=1)
@@ -327,6 +332,8 @@ def launch_recurrent() -> None:
             decay, state = torch.zeros(64, heads), torch.zeros(2, heads, key_dim, dim)
             inputs = q, k, zeros(64, heads, dim), decay, zeros(64, heads)
             recurrent.gated_delta_rule(*inputs, state, rows, normalise=True)
+        heads, state = zeros(64, 32, 128), torch.zeros(2, 32, 128, 128)
+        recurrent.gated_delta_rule(heads, heads, heads, heads.float(), zeros(64, 32), state, rows, normalise=True)
         for heads, groups, dim, size in ((128, 1, 64, 128), (24, 1, 128, 256), (96, 8, 80, 128)):
             x, b, c = (zeros(64, n, size) for n, size in ((heads, dim), (groups, size), (groups, size)))
             of_heads, state = torch.zeros(heads), torch.zeros(2, heads, dim, size)

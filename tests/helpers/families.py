@@ -21,7 +21,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-_LATER = {"lfm3", "lara_mini", "kimi_linear", "bailing_hybrid"}  # than the oldest transformers that pyproject.toml allows
+_LATER = {
+    "lfm3",
+    "lara_mini",
+    "kimi_linear",
+    "bailing_hybrid",
+}  # than the oldest transformers that pyproject.toml allows
 # Those whose own forward raises in a version of transformers, be it on text.
 _BROKEN = {"5.24.0": {"llama4+images"}}
 

@@ -288,11 +288,12 @@ _KIMI = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
     "moe_intermediate_size": 32,
-    "num_local_experts": 4,
+    "num_local_experts": 8,
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
 }
 
 # Families some of whose layers keep a state of the whole sequence.
@@ -345,7 +346,13 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
     "kimi_linear": _KIMI,
     "bailing_hybrid": _KIMI
-    | {"head_dim": 16, "short_conv_kernel_size": 3, "kda_lower_bound": -2.0, "rope_parameters": rope(), "num_mtp_layers": 0},
+    | {
+        "head_dim": 16,
+        "short_conv_kernel_size": 3,
+        "kda_lower_bound": -2.0,
+        "rope_parameters": rope(),
+        "num_mtp_layers": 0,
+    },
     "qwen3_5+images": {  # text that goes through a model of images
         "rope_parameters": rope(partial_rotary_factor=0.5, mrope_section=[2, 1, 1]),
         "vision_config": _VISION | {"depth": 1, "num_heads": 4, "out_hidden_size": 48},

@@ -20,7 +20,7 @@ from stoker.rollout import EngineConfig, RolloutEngine
 if TYPE_CHECKING:
     from peft import PeftModel
 
-HYBRIDS = {"qwen3_5", "qwen3_5_moe", "falcon_h1", "nemotron_h", "lfm2_moe", "lfm3"}
+HYBRIDS = {"qwen3_5", "qwen3_5_moe", "falcon_h1", "nemotron_h", "lfm2_moe", "lfm3", "kimi_linear"}
 
 
 def nearest(weight: Tensor) -> Tensor:

@@ -69,6 +69,18 @@ def test_latent_heads_write(
 
 
 @dtypes
+def test_heads_that_are_not_rotated(dtype: torch.dtype) -> None:
+    query, key_value, key_rotary = (randn(3, *size, dtype=dtype) for size in ((5, 24), (5, 28), (8,)))
+    slots = torch.tensor([7, 4, 0], device=DEVICE)
+    for ops in (REFERENCE, TRITON):
+        caches = [torch.zeros(3, 4, 5, d, dtype=dtype, device=DEVICE) for d in (24, 12)]
+        assert torch.equal(ops.latent_heads_write(query, key_value, key_rotary, None, *caches, slots), query)
+        keys, values = (cache.flatten(0, 1)[slots] for cache in caches)
+        assert torch.equal(keys[..., :16], key_value[..., :16]) and torch.equal(values, key_value[..., 16:])
+        assert torch.equal(keys[..., 16:], key_rotary[:, None].expand(-1, 5, -1))
+
+
+@dtypes
 def test_a_row_is_the_same_among_any_others(dtype: torch.dtype) -> None:
     query, key_value, key_rotary = (randn(20, *size, dtype=dtype) for size in ((3, 24), (3, 28), (8,)))
     angles = randn(20, 8)

@@ -105,7 +105,7 @@ def test_verifying_names_the_one_that_differs(name: str) -> None:
         assert engine.verify_weights().mismatched == (name,)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "granitemoehybrid", "nemotron_h"])
+@pytest.mark.parametrize("family", [*FAMILIES, "granitemoehybrid", "nemotron_h", "kimi_linear"])
 def test_a_mirror_in_bf16_is_the_model_that_transformers_loads_in_bf16(family: str, tmp_path: Path) -> None:
     model = make_model(family)
     model.save_pretrained(tmp_path)
@@ -151,7 +151,9 @@ def test_parameters_of_the_state_that_a_trainer_keeps_in_fp32() -> None:
     assert (ours - theirs).abs().median() < 2 * (theirs - wide).abs().median()
 
 
-@pytest.mark.parametrize(("family", "adapted"), [("qwen3_5", False), ("qwen3_5", True), ("lfm2", False)])
+@pytest.mark.parametrize(
+    ("family", "adapted"), [("qwen3_5", False), ("qwen3_5", True), ("lfm2", False), ("kimi_linear", True)]
+)
 def test_shards_of_fsdp2_are_gathered(family: str, adapted: bool) -> None:
     for found in ranks.run(follow_fsdp2, 2, family, adapted):
         assert found["trained"] and (adapted or found["behind"] == found["trained"])

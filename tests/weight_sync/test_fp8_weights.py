@@ -26,7 +26,19 @@ from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.rollout import EngineConfig, SamplingParams
 
 # Of their weights, those that no fused layer multiplies by; of Llama 4 the experts, which run over every token elsewhere.
-KEPT = ["embed", "per_layer_model", "lm_head", "router", ".gate.", "_bias", "conv", "shared_expert", "wte", "wpe"]
+KEPT = [
+    "embed",
+    "per_layer_model",
+    "lm_head",
+    "router",
+    ".gate.",
+    "_bias",
+    "conv",
+    "shared_expert",
+    "wte",
+    "wpe",
+    "A_log",
+]
 
 
 FAMILIES = ["llama", "qwen2", "gemma3", "gemma4", "gpt2", "deepseek_v3", "gpt_oss", "qwen3_moe", "llama4"]
