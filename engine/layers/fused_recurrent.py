@@ -73,9 +73,8 @@ class KimiDelta:
     layer: int
     module: Any  # the original, for its parameters
     norm: Norm
-    widths: tuple[
-        int, ...
-    ]  # of query, key and value together, beta, the decay and the gate, or what these two are made of
+    # Of query, key and value together, beta, and the decay and the gate, or latent vectors that these two are made of.
+    widths: tuple[int, ...]
     decay: Linears | None
     gate: Linears | None
     bound: float | None  # of the decay's logarithm
@@ -147,7 +146,7 @@ def recurrent_mixers(
 ) -> Iterator[DeltaNet | KimiDelta | ShortConvolution | Mamba2] | None:
     """The mixers that a layer's module with states may be; None where it has none.
 
-    widths: of the linears that read its input; inner: the linears between these and the output, of which ``out_width`` numbers go in.
+    widths: of the linears that read its input; inner: those between; out_width: of what the one that makes its output reads.
     """
     if hasattr(module, "conv"):
         short = ShortConvolution(layer=module.layer_idx, module=module)
