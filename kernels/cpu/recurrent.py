@@ -16,7 +16,6 @@ from stoker.kernels.reference import recurrent as reference
 from stoker.kernels.reference.recurrent import NORM_EPS, StateRows, decay_rates, steps
 
 _CHUNK = 64
-_PART = 8  # tokens of a chunk, between all of which rows of a state are decayed one by one
 
 
 def _by_chunks(
@@ -66,29 +65,6 @@ def _decays(decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return between, total.float().exp_().unsqueeze(-1), between[..., -1, :].unsqueeze(-1)
 
 
-def _decayed_products(q: Tensor, k: Tensor, decay: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What keys and queries find of each earlier key, [A, H, size, size] each, where each of their numbers decays by itself.
-
-    q, k, decay: [A, H, size, Dk]. Then, as ``_decays``, what decay leaves of the state before the chunk and to its end, [A, H,
-    size, Dk]. No exponent is above 0: from one part of the chunk to the next, decay is that up to the later part's first
-    token times that after it, and within a part it is taken for each pair.
-    """
-    total, readers = decay.double().cumsum(-2), torch.stack((k, q), dim=2)
-    found = q.new_zeros(*readers.shape[:-1], q.shape[2])
-    for first in range(0, q.shape[2], _PART):
-        own = slice(first, first + _PART)
-        at, origin = total[..., own, :], total[..., first : first + 1, :]
-        if first:
-            earlier = k[..., :first, :] * (origin - total[..., :first, :]).float().exp_()
-            reading = readers[..., own, :] * (at - origin).float().exp_().unsqueeze(2)
-            found[..., own, :first] = reading @ earlier.unsqueeze(2).mT
-        between = (at.unsqueeze(-2) - at.unsqueeze(-3)).float().clamp_(max=0.0).exp_()
-        pairs = between.mul_(k[..., None, own, :]) @ readers[..., own, :].permute(0, 1, 3, 4, 2)
-        found[..., own, own] = pairs.permute(0, 1, 4, 2, 3)
-    among_keys, with_query = found.tril_().unbind(2)
-    return among_keys, with_query, total.float().exp_(), (total[..., -1:, :] - total).float().exp_()
-
-
 def gated_delta_rule(
     query: Tensor,
     key: Tensor,
@@ -103,9 +79,10 @@ def gated_delta_rule(
     """As the reference, to rounding.
 
     By the UT transform of "Parallelizing Linear Transformers with the Delta Rule" (Yang et al., 2024): what a chunk's
-    tokens change is the solution of a triangular system.
+    tokens change is the solution of a triangular system. Where each row of a state has a decay of its own, products of a chunk
+    take as long as its tokens one after the other.
     """
-    if rows.longest == 1:
+    if rows.longest == 1 or decay.dim() == 3:
         return reference.gated_delta_rule(query, key, value, decay, beta, state, rows, normalise=normalise)
     inputs = query, key, value, decay, beta
     scale, shared = query.shape[-1] ** -0.5, value.shape[1] // key.shape[1]
@@ -117,20 +94,15 @@ def gated_delta_rule(
     def chunk(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, s: Tensor) -> Tensor:
         if normalise:
             q, k = (t * (t.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt() for t in (q, k))
-        q = q * scale
-        if decay.dim() == k.dim():
-            q, k = _repeat(q, shared), _repeat(k, shared)
-            among_keys, with_query, before, after = _decayed_products(q, k, decay)
-        else:
-            q, k, among_keys, with_query = (_repeat(t, shared) for t in (q, k, k @ k.mT, q @ k.mT))
-            between, before, after = _decays(decay)
-            among_keys, with_query = among_keys * between, with_query * between
+        among_keys, with_query = k @ k.mT, (q * scale) @ k.mT
+        q, k, among_keys, with_query = (_repeat(t, shared) for t in (q * scale, k, among_keys, with_query))
+        between, before, after = _decays(decay)
         strength = beta.unsqueeze(-1)
-        system = among_keys * strength  # its diagonal is taken to be 1
-        change = strength * (v - (before * k) @ s)
+        system = among_keys * between * strength  # its diagonal is taken to be 1
+        change = strength * (v - before * (k @ s))
         change = torch.linalg.solve_triangular(system, change, upper=False, unitriangular=True)
-        out: Tensor = (before * q) @ s + with_query @ change
-        s.mul_(before[..., -1, :].unsqueeze(-1)).add_((k * after).mT @ change)
+        out: Tensor = before * (q @ s) + (with_query * between) @ change
+        s.mul_(before[..., -1:, :]).add_((k * after).mT @ change)
         return out
 
     out = value.new_zeros(value.shape, dtype=query.dtype)
