@@ -24,6 +24,7 @@ from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, binding
 
 # A window's blocks of their own beside states, and gates of heads.
+TWO_OF_KIMI = {"layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "dense"]}
 THREE_OF_LFM3 = {
     "num_hidden_layers": 3,
     "layer_types": ["conv", "sliding_attention", "full_attention"],
@@ -201,6 +202,7 @@ def test_deterministic_bits_survive_preemption() -> None:
         ("llama4", {"num_hidden_layers": 1, "no_rope_layers": [1], "moe_layers": [0]}),
         ("gemma4+experts", {"num_hidden_layers": 1, "layer_types": ["full_attention"]}),
         ("nemotron_h", {"num_hidden_layers": 2, "layers_block_type": ["attention", "moe"]}),
+        ("kimi_linear", {"num_hidden_layers": 2, **TWO_OF_KIMI}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
