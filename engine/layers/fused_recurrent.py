@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from stoker.engine.layers.layer_structure import norm_of
 from stoker.engine.layers.linears import Linears
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Norm
 
+_NORMS_OF_STEPS = ("dt_layernorm", "b_layernorm", "c_layernorm")  # of Jamba
 _OF_MAMBA2 = (
     "A_log",
     "D",
@@ -141,9 +144,34 @@ class Mamba2:
         return self.ops.gated_rms_norm(out, gate, weight, eps, self.gate_first).flatten(1).to(dtype)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba:
+    """Convolution, selective scan with a step for each channel, and gate (Gu and Dao, 2023)."""
+
+    ops: Ops
+    layer: int
+    module: Any  # the original, for its parameters
+    of_step: Linears  # makes the step's latent vector, B and C
+    norms: tuple[Norm, ...]  # of these three (Jamba), or none
+
+    def __call__(self, projected: Tensor, tables: Any, context: Any) -> Tensor:
+        """projected: [T, N], in order input, gate; returns [T, channels]."""
+        m, (x, gate) = self.module, projected.chunk(2, dim=1)
+        x = context.convolve(self.layer, x, m.conv1d.weight.squeeze(1), m.conv1d.bias, activation="silu")
+        parts = torch.split(self.of_step(x), [m.time_step_rank, m.ssm_state_size, m.ssm_state_size], dim=1)
+        if self.norms:
+            parts = tuple(self.ops.rms_norm(part, *norm) for part, norm in zip(parts, self.norms, strict=True))
+        dt, b, c = F.linear(parts[0], m.dt_proj.weight), *parts[1:]
+        x, dt, b, c, gate = (t.unsqueeze(1) for t in (x, dt, b, c, gate))
+        bias, skip = (None if t is None else t[None] for t in (m.dt_proj.bias, m.D))
+        options = {"dt_bias": bias, "dt_limit": (0.0, float("inf")), "a_log": True}
+        out = context.scan(self.layer, x, dt, m.A_log[None], b, c, skip, **options)
+        return self.ops.gated_rms_norm(out, gate, None, 0.0).squeeze(1)
+
+
 def recurrent_mixers(
     module: Any, ops: Ops, widths: Sequence[int], inner: Sequence[Linears], out_width: int
-) -> Iterator[DeltaNet | KimiDelta | ShortConvolution | Mamba2] | None:
+) -> Iterator[DeltaNet | KimiDelta | ShortConvolution | Mamba2 | Mamba] | None:
     """The mixers that a layer's module with states may be; None where it has none.
 
     widths: of the linears that read its input; inner: those between; out_width: of what the one that makes its output reads.
@@ -153,6 +181,8 @@ def recurrent_mixers(
         return iter([short] if sum(widths) == 3 * out_width else [])
     if all(hasattr(module, name) for name in _OF_MAMBA2):
         return _mamba2(module, ops)
+    if hasattr(module, "x_proj"):
+        return _mamba(module, ops, inner)
     if hasattr(module, "conv1d"):
         return (
             _kimi_delta(module, ops, widths, inner)
@@ -179,6 +209,15 @@ def _mamba2(module: Any, ops: Ops) -> Iterator[Mamba2]:
             groups=groups,
             gate_first=gate_first,
         )
+
+
+def _mamba(module: Any, ops: Ops, inner: Sequence[Linears]) -> Iterator[Mamba]:
+    if module.activation not in ("silu", "swish") or len(inner) != 1:
+        return
+    found = [norm_of(getattr(module, name)) for name in _NORMS_OF_STEPS if hasattr(module, name)]
+    norms = tuple(norm for norm in found if norm is not None)
+    if len(norms) == len(found) and len(found) in (0, len(_NORMS_OF_STEPS)):
+        yield Mamba(ops=ops, layer=module.layer_idx, module=module, of_step=inner[0], norms=norms)
 
 
 def _delta_net(module: Any, ops: Ops, widths: Sequence[int]) -> Iterator[DeltaNet]:

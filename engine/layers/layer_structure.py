@@ -80,6 +80,8 @@ _LATENT = (
     (("q_a_proj", "kv_a_proj_with_mqa"), ("q_b_proj", "kv_b_proj"), "o_proj"),
     (("q_proj", "kv_a_proj_with_mqa"), ("kv_b_proj",), "o_proj"),
 )
+# Mamba, likewise: the input and the gate, and between what makes a step, B and C.
+_MAMBA = ((("in_proj",), ("x_proj",), "out_proj"),)
 # Kimi's delta attention, likewise: query, key and value, then beta, the decay and the gate, or latent vectors of these two.
 _KIMI = (
     (
@@ -223,17 +225,18 @@ def structure_of(layer: nn.Module) -> Structure | None:
 
 def _mixer(layer: nn.Module, name: str, kind: str) -> Branch | None:
     module = layer.get_submodule(name)
-    latent, kimi = hasattr(module, "kv_b_proj"), hasattr(module, "forget_gate")
+    by_name = {"kv_b_proj": _LATENT, "forget_gate": _KIMI, "x_proj": _MAMBA}
+    with_inner = next((known for part, known in by_name.items() if hasattr(module, part)), None)
     if kind in ("self_attn", "attention", "attn"):
-        if not latent and head_dim_of(module) is None:
+        if with_inner is None and head_dim_of(module) is None:
             return None
         scale, in_scale = _multiplier(layer, "attn_out"), _multiplier(layer, "attention_in")
     else:
         scale, in_scale = _multiplier(layer, "ssm_out"), _multiplier(module, "ssm_in")
     branch = Branch(name, scale=_multiplier(layer, "residual") * scale, in_scale=in_scale)
-    if not latent and not kimi:
+    if with_inner is None:
         return _through_linears(module, branch, _MIXERS[kind])
-    for inputs, inner, out in _LATENT if latent else _KIMI:
+    for inputs, inner, out in with_inner:
         if all(_is_linear(module, path) for path in inner):
             found = _through_linears(module, branch, ((inputs, out),))
             if found is not None:

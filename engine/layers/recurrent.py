@@ -1,4 +1,4 @@
-"""Recurrent layers, which keep a state for each sequence: gated delta rule, also Kimi's, Mamba-2, short convolutions.
+"""Recurrent layers, which keep a state for each sequence: gated delta rule, also Kimi's, Mamba, Mamba-2, short convolutions.
 
 Transformers has no interface for them as it has for attention. But the forwards of its modules all call the same few global
 functions, so that kernels can be exchanged. In the shell these forwards call the engine's functions instead.
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stoker.engine.adapters.checks import is_linear, not_run_alone, states_of
@@ -70,6 +71,7 @@ class _Functions:
             "torch_chunk_gated_delta_rule": self.delta_rule,
             "chunk_kimi_delta_attention": self.delta_rule,
             "mamba2_chunk_scan": self.scan,
+            "mamba_selective_scan": self.scan_channels,
         }
         return FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
 
@@ -119,3 +121,28 @@ class _Functions:
             self.layer, hidden_states[0], dt[0], A, B[0], C[0], D, dt_bias=dt_bias, dt_limit=dt_limit or _ANY_STEP
         )[None]
         return (out, None) if return_final_states else out
+
+    def scan_channels(
+        self,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = False,
+        return_last_state: bool = False,
+        **_: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Of Mamba, whose channels are the rows of one head. hidden_states, dt, z: [1, channels, T]; A: [channels, state]; B, C:
+        [1, state, T]; D, delta_bias: [channels]."""
+        assert delta_softplus
+        x, steps, of_input, of_output = (t[0].T.unsqueeze(1).contiguous() for t in (hidden_states, dt, B, C))
+        skip, bias = (None if t is None else t[None] for t in (D, delta_bias))
+        options = {"dt_bias": bias, "dt_limit": _ANY_STEP}
+        out: Tensor = self.layers.context.scan(self.layer, x, steps, A[None], of_input, of_output, skip, **options)
+        out = out.squeeze(1).T[None]
+        out = out if z is None else out * F.silu(z)
+        return (out, out.new_empty(0)) if return_last_state else out  # the state is kept already

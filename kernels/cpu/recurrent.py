@@ -130,7 +130,7 @@ def selective_scan(
 ) -> Tensor:
     """As the reference, to rounding: the chunks of Mamba-2 (Dao and Gu, 2024)."""
     A = decay_rates(A, a_log)
-    if rows.longest == 1:
+    if rows.longest == 1 or dt.dim() == 3:
         return reference.selective_scan(x, dt, A, B, C, D, state, rows, dt_bias=dt_bias, dt_limit=dt_limit)
 
     def alone(tokens: Tensor, at: StateRows) -> Tensor:

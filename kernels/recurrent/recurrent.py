@@ -160,21 +160,30 @@ def _result(like: Tensor, dtype: torch.dtype, rows: StateRows) -> Tensor:
 
 
 @triton.jit
-def _load_scan(x_ptr, dt_ptr, b_ptr, c_ptr, token, x_token, dt_token, b_token, c_token, is_row, is_column):
+def _of_step(ptr, is_row, BY_ROW: tl.constexpr):
+    """What a step has one of, or one for each row of a tile."""
+    return tl.load(ptr, mask=is_row, other=0.0) if BY_ROW else tl.load(ptr)
+
+
+@triton.jit
+def _load_scan(
+    x_ptr, dt_ptr, b_ptr, c_ptr, token, x_token, dt_token, b_token, c_token, is_row, is_column, BY_ROW: tl.constexpr
+):  # fmt: skip
     x = tl.load(x_ptr + token * x_token, mask=is_row, other=0.0)
     b = tl.load(b_ptr + token * b_token, mask=is_column, other=0.0)
     c = tl.load(c_ptr + token * c_token, mask=is_column, other=0.0)
-    return x, tl.load(dt_ptr + token * dt_token), b, c
+    return x, _of_step(dt_ptr + token * dt_token, is_row, BY_ROW), b, c
 
 
 @triton.jit(do_not_specialize=["longest"], do_not_specialize_on_alignment=_ROWS)
 def _selective_scan_kernel(
     x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, d_ptr, dt_bias_ptr, state_ptr, slots_ptr, starts_ptr, out_ptr, x_token, x_head,
     dt_token, b_token, b_group, c_token, c_group, slot_stride, longest, least, most, HEADS: tl.constexpr, SHARED: tl.constexpr,
-    DIM: tl.constexpr, SIZE: tl.constexpr, A_LOG: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, DECODE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, DEPENDENT: tl.constexpr,
+    BY_ROW: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, A_LOG: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr,
+    DECODE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """ROWS: of the state, of DIM; COLUMNS: of it, at least SIZE. SKIP: whether D times the input is added. DECODE: as there."""
+    """ROWS: of the state, of DIM; COLUMNS: of it, at least SIZE. BY_ROW: each row has a step of its own, and each number a rate.
+    SKIP: whether D times the input is added. DECODE: as there."""
     if not DECODE:
         await_turn(DEPENDENT)
     row, head, tile, first, last = _tile(starts_ptr, HEADS, TILES, DECODE)
@@ -183,23 +192,29 @@ def _selective_scan_kernel(
     dtype: tl.constexpr = dt_ptr.dtype.element_ty
     of_rows, columns = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     is_row, is_column = of_rows < DIM, columns < SIZE
+    within = is_row[:, None] & is_column[None, :]
+    of_step = head * DIM + of_rows if BY_ROW else head
     x_ptr += head * x_head + of_rows
-    dt_ptr += head
+    dt_ptr += of_step
     b_ptr += head // SHARED * b_group + columns
     c_ptr += head // SHARED * c_group + columns
     out_ptr += head * DIM + of_rows
-    a = decay_rate(a_ptr + head, A_LOG)
+    if BY_ROW:
+        a_ptr += of_step[:, None] * SIZE + columns[None, :]
+        a = tl.load(a_ptr, mask=within, other=0.0).to(tl.float32)
+        a = -tl.exp(a) if A_LOG else a
+    else:
+        a = decay_rate(a_ptr + head, A_LOG)
     if SKIP:
-        skip = tl.load(d_ptr + head).to(tl.float32)
-    bias = tl.load(dt_bias_ptr + head).to(dtype).to(tl.float32) if BIAS else 0.0
-    within = is_row[:, None] & is_column[None, :]
+        skip = _of_step(d_ptr + of_step, is_row, BY_ROW).to(tl.float32)
+    bias = _of_step(dt_bias_ptr + of_step, is_row, BY_ROW).to(dtype).to(tl.float32) if BIAS else 0.0
     state_ptr += tl.load(slots_ptr + row) * slot_stride + head * (DIM * SIZE)
     state_ptr += of_rows[:, None] * SIZE + columns[None, :]
     state = tl.load(state_ptr, mask=within, other=0.0)
     if DECODE:
         await_turn(DEPENDENT)
     x, dt, b, c = _load_scan(
-        x_ptr, dt_ptr, b_ptr, c_ptr, first, x_token, dt_token, b_token, c_token, is_row, is_column
+        x_ptr, dt_ptr, b_ptr, c_ptr, first, x_token, dt_token, b_token, c_token, is_row, is_column, BY_ROW
     )  # fmt: skip
     for token in range(first, last):
         wide, step = x.to(tl.float32), dt.to(tl.float32)
@@ -207,10 +222,11 @@ def _selective_scan_kernel(
         if not DECODE:
             x, dt, b, c = _load_scan(
                 x_ptr, dt_ptr, b_ptr, c_ptr, tl.minimum(token + 1, last - 1), x_token, dt_token, b_token, c_token,
-                is_row, is_column,
+                is_row, is_column, BY_ROW,
             )  # fmt: skip
         step = step_length(step, bias, least, most, dtype, BIAS)
-        state = state * tl.exp(step * a) + (wide * step)[:, None] * from_input
+        kept = tl.exp(step[:, None] * a) if BY_ROW else tl.exp(step * a)
+        state = state * kept + (wide * step)[:, None] * from_input
         y = tl.sum(state * to_output, 1)
         if SKIP:
             y += skip * wide
@@ -235,19 +251,22 @@ def selective_scan(
 ) -> Tensor:
     """As the reference; the last dimension of each input is contiguous, and so is each row of ``state``.
 
-    deterministic: the same bits in whatever pieces a sequence comes; otherwise the same to rounding.
+    deterministic: the same bits in whatever pieces a sequence comes; otherwise the same to rounding. With a step for each row of
+    a state, sequences of any length go token after token.
     """
     (heads, dim), (groups, size) = x.shape[1:], B.shape[1:]
+    by_row = dt.dim() == 3
     assert all(t.stride(-1) == 1 for t in (x, dt, A, B, C)) and state[0].is_contiguous()
+    assert not by_row or (dt[0].is_contiguous() and A.is_contiguous())
     width, most = tile_width(size, dim), rows.longest
     out, tiles = _result(x, x.dtype, rows), triton.cdiv(dim, width)
-    if most > MOST_WALKED and not deterministic and can_chunk(size, x.dtype, rule=False):
+    if most > MOST_WALKED and not (deterministic or by_row) and can_chunk(size, x.dtype, rule=False):
         scan_by_chunks(x, dt, A, B, C, D, state, rows, out, dt_bias=dt_bias, dt_limit=dt_limit, a_log=a_log)
         most = MOST_WALKED
     _selective_scan_kernel[(rows.slots.shape[0] * heads * tiles,)](
         x, dt, A, B, C, A if D is None else D, A if dt_bias is None else dt_bias, state, rows.slots, rows.starts, out,
         x.stride(0), x.stride(1), dt.stride(0), B.stride(0), B.stride(1), C.stride(0), C.stride(1), state.stride(0), most, *map(float, dt_limit),
-        HEADS=heads, SHARED=heads // groups, DIM=dim, SIZE=size, A_LOG=a_log, SKIP=D is not None, BIAS=dt_bias is not None,
+        HEADS=heads, SHARED=heads // groups, BY_ROW=by_row, DIM=dim, SIZE=size, A_LOG=a_log, SKIP=D is not None, BIAS=dt_bias is not None,
         DECODE=rows.longest == 1, ROWS=width, COLUMNS=triton.next_power_of_2(size), TILES=tiles, num_warps=1,
         **launch.options(out.device, fused=False),
     )  # fmt: skip

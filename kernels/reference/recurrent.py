@@ -161,30 +161,32 @@ def selective_scan(
 
     The step is ``clamp(softplus(dt + dt_bias), *dt_limit)``, where each operation rounds to the dtype of ``dt``.
     x: [T, H, P]; dt: [T, H]; A: fp32 [H], negative, or with ``a_log`` the logarithm of ``-A``, in any dtype; B, C: [T, G, S],
-    head h with the group h // (H / G); D, dt_bias: [H]; state: fp32 [N, H, P, S], changed in place. Returns [T, H, P] in the
-    dtype of ``x``.
+    head h with the group h // (H / G); D, dt_bias: [H]; state: fp32 [N, H, P, S], changed in place. In Mamba (Gu and Dao, 2023)
+    each row of S has a step of its own, and each number a rate: dt: [T, H, P]; A: [H, P, S]; D, dt_bias: [H, P]. Returns [T, H, P]
+    in the dtype of ``x``.
     """
     A = decay_rates(A, a_log)
     wide, b, c, step = (rows.padded(t).float() for t in (x, B, C, steps(dt, dt_bias, dt_limit)))
     if B.shape[1] != x.shape[1]:
         b, c = (t.repeat_interleave(x.shape[1] // B.shape[1], dim=2) for t in (b, c))
-    kept, added = (step * A).exp_()[..., None, None], (wide * step.unsqueeze(-1)).unsqueeze(-1)
-    b, c = b.unsqueeze(-2), c.unsqueeze(-1)
-    s, out = state[rows.slots], torch.empty_like(wide, memory_format=torch.contiguous_format)
+    b, c, step = b.unsqueeze(-2), c.unsqueeze(-1), step[..., None] if dt.dim() == 3 else step[..., None, None]
+    A = A if dt.dim() == 3 else A[:, None, None]
+    added, s = wide.unsqueeze(-1) * step, state[rows.slots]
+    out = torch.empty_like(wide, memory_format=torch.contiguous_format)
     for t in range(rows.longest):  # after a sequence's end the step is 0: its state stays
-        s.mul_(kept[:, t]).addcmul_(added[:, t], b[:, t])
+        s.mul_((step[:, t] * A).exp_()).addcmul_(added[:, t], b[:, t])
         out[:, t] = (s @ c[:, t]).squeeze(-1)
     state[rows.slots] = s
     if D is not None:
-        out.addcmul_(wide, D.float().unsqueeze(-1))
+        out.addcmul_(wide, D.float() if D.dim() == 2 else D.float().unsqueeze(-1))
     return rows.packed(out.to(x.dtype), x.shape[0])
 
 
 def decay_rates(A: Tensor, a_log: bool) -> Tensor:
-    """``A`` of ``selective_scan`` as a rate, fp32 [H]."""
+    """``A`` of ``selective_scan`` as a rate, in fp32."""
     return A.float().exp().neg_() if a_log else A
 
 
 def steps(dt: Tensor, dt_bias: Tensor | None, dt_limit: tuple[float, float]) -> Tensor:
-    """How far each token of Mamba-2 steps: see ``selective_scan``."""
+    """How far each token steps: see ``selective_scan``."""
     return F.softplus(dt if dt_bias is None else dt + dt_bias.to(dt.dtype)).clamp(*dt_limit)

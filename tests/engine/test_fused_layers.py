@@ -39,6 +39,7 @@ OWN_MLP = {
     "nemotron_h": [2],
     "lara_mini": [0, 1, 2, 3],
     "kimi_linear": [1, 2],
+    "jamba": [1],
     "bailing_hybrid": [1, 2],
 }
 

@@ -115,6 +115,7 @@ def test_with_the_kernels_of_a_gpu_a_pattern_is_followed_as_with_the_torch_opera
             ("falcon_h1", {"num_hidden_layers": 1}),
             ("nemotron_h", {}),
             ("kimi_linear", {}),
+            ("jamba", {}),
         ),
         ("lfm3", THREE_OF_LFM3),
         ("glm4_moe", {"num_hidden_layers": 2}),

@@ -305,7 +305,7 @@ def launch_ahead(
 
 
 def launch_recurrent() -> None:
-    """A decode step and prompts, of Qwen3-Next, OLMo-hybrid, LFM2, Bamba, Falcon-H1, Nemotron-H, Kimi Linear and Ling 3."""
+    """A decode step and prompts, of Qwen3-Next, OLMo-hybrid, LFM2, Bamba, Falcon-H1, Nemotron-H, Kimi Linear, Ling 3 and Jamba."""
     for heads, dim in ((32, 128), (30, 192)):
         for weight in (zeros(dim), torch.zeros(dim)):
             gates.gated_rms_norm(zeros(64, heads, dim), zeros(64, heads, dim), weight, 1e-6)
@@ -334,6 +334,9 @@ def launch_recurrent() -> None:
             recurrent.gated_delta_rule(*inputs, state, rows, normalise=True)
         heads, state = zeros(64, 32, 128), torch.zeros(2, 32, 128, 128)
         recurrent.gated_delta_rule(heads, heads, heads, heads.float(), zeros(64, 32), state, rows, normalise=True)
+        x, rates, b = zeros(64, 1, 8192), torch.zeros(1, 8192, 16), zeros(64, 1, 16)
+        options = {"dt_bias": zeros(1, 8192), "dt_limit": (0.0, float("inf")), "a_log": True}
+        recurrent.selective_scan(x, x, rates, b, b, zeros(1, 8192), torch.zeros(2, 1, 8192, 16), rows, **options)
         for heads, groups, dim, size in ((128, 1, 64, 128), (24, 1, 128, 256), (96, 8, 80, 128)):
             x, b, c = (zeros(64, n, size) for n, size in ((heads, dim), (groups, size), (groups, size)))
             of_heads, state = torch.zeros(heads), torch.zeros(2, heads, dim, size)

@@ -353,6 +353,15 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "rope_parameters": rope(),
         "num_mtp_layers": 0,
     },
+    "jamba": {
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "num_experts": 4,
+        "mamba_d_state": 6,
+        "mamba_dt_rank": 5,
+    },
     "qwen3_5+images": {  # text that goes through a model of images
         "rope_parameters": rope(partial_rotary_factor=0.5, mrope_section=[2, 1, 1]),
         "vision_config": _VISION | {"depth": 1, "num_heads": 4, "out_hidden_size": 48},
@@ -361,13 +370,6 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 
 # Families with a state that the engine does not know.
 REFUSED: dict[str, dict[str, Any]] = {
-    "jamba": {
-        "num_hidden_layers": 2,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "mamba_d_state": 8,
-        "num_experts": 2,
-    },
     "minimax": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "recurrent_gemma": {},
     "mamba2": {"num_heads": 4, "head_dim": 24, "n_groups": 2, "state_size": 8, "chunk_size": 8},

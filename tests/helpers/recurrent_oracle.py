@@ -115,19 +115,21 @@ def scan_case(
     decay: float = 1.0,
     a_log: bool = False,
     large: bool = False,
+    by_row: bool = False,
 ) -> Case:
-    """large: states, and steps times inputs, are beyond what fp16 holds, and results are not."""
+    """by_row: each row of a state has a step of its own, and each number a rate; large: states, and steps times inputs, are beyond what fp16 holds, and results are not."""
     dim, size = dims
+    of_step, of_rate = ((heads, dim), (heads, dim, size)) if by_row else ((heads,), (heads,))
     by_token = {
         "x": apart(randn(tokens, heads, dim, dtype=dtype)),
-        "dt": apart(randn(tokens, heads, dtype=dtype)),
+        "dt": apart(randn(tokens, *of_step, dtype=dtype)),
         "B": apart(randn(tokens, groups, size, dtype=dtype)),
         "C": apart(randn(tokens, groups, size, dtype=dtype)),
     }
     given = {
-        "A": -decay * (0.1 + torch.rand(heads, device=DEVICE)),
-        "D": randn(heads, dtype=dtype) if biases else None,
-        "dt_bias": randn(heads, dtype=dtype) if biases else None,
+        "A": -decay * (0.1 + torch.rand(of_rate, device=DEVICE)),
+        "D": randn(*of_step, dtype=dtype) if biases else None,
+        "dt_bias": randn(*of_step, dtype=dtype) if biases else None,
         "dt_limit": limit,
     }
     if a_log:
@@ -190,9 +192,12 @@ def scan_step(
 ) -> tuple[Tensor, Tensor]:
     """dt: with its bias and within its limit."""
     b, c = (t.repeat_interleave(len(x) // len(B), 0) for t in (B, C))
-    state = (dt * A).exp()[:, None, None] * state + torch.einsum("h,hp,hs->hps", dt, x, b)
+    if dt.dim() == 1:  # of each head
+        dt, A = dt[:, None], A[:, None, None]
+        D = None if D is None else D[:, None]
+    state = (dt[..., None] * A).exp() * state + torch.einsum("hp,hs->hps", dt * x, b)
     out = torch.einsum("hps,hs->hp", state, c)
-    return out if D is None else out + D[:, None] * x, state
+    return out if D is None else out + D * x, state
 
 
 STEPS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = dict(
@@ -269,6 +274,9 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("selective_scan", {"decay": 30.0}),
     ("selective_scan", {"limit": (0.5, 1.1), "groups": 4}),
     ("selective_scan", {"a_log": True}),
+    ("selective_scan", {"by_row": True, "heads": 1, "groups": 1, "dims": (40, 16)}),
+    ("selective_scan", {"by_row": True, "heads": 2, "dims": (130, 10), "biases": False, "decay": 30.0}),
+    ("selective_scan", {"by_row": True, "heads": 1, "groups": 1, "a_log": True, "limit": (0.5, 1.1)}),
     ("selective_scan", {"large": True, "biases": False, "decay": 0.1}),
     ("selective_scan", {"heads": 2, "groups": 1, "dims": (64, 128)}),
     ("selective_scan", {"heads": 2, "groups": 1, "dims": (20, 80)}),

@@ -44,6 +44,8 @@ VARIETIES: list[tuple[str, dict[str, Any]]] = [
     ("falcon_h1", {"target_modules": ["in_proj", "gate_proj", "o_proj"], "lora_bias": True}),
     ("nemotron_h", {"target_modules": ["in_proj", "q_proj", "up_proj"], "use_dora": True}),
     ("bamba", {"target_modules": "all-linear"}),
+    ("jamba", {"target_modules": "all-linear"}),
+    ("jamba", {"target_modules": ["in_proj", "x_proj"], "use_dora": True}),
     ("kimi_linear", {"target_modules": "all-linear"}),
     ("kimi_linear", {"target_modules": ["f_a_proj", "g_b_proj", "kv_b_proj"], "use_dora": True}),
     ("bailing_hybrid", {"target_modules": ["f_proj", "g_proj", "b_proj"]}),

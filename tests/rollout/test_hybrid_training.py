@@ -105,7 +105,7 @@ def test_verifying_names_the_one_that_differs(name: str) -> None:
         assert engine.verify_weights().mismatched == (name,)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "granitemoehybrid", "nemotron_h", "kimi_linear"])
+@pytest.mark.parametrize("family", [*FAMILIES, "granitemoehybrid", "nemotron_h", "kimi_linear", "jamba"])
 def test_a_mirror_in_bf16_is_the_model_that_transformers_loads_in_bf16(family: str, tmp_path: Path) -> None:
     model = make_model(family)
     model.save_pretrained(tmp_path)
