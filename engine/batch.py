@@ -75,3 +75,13 @@ class Batch:
             record=record,
         )
         self.attention.next_step()
+
+
+class _NoAttention:
+    """In place of ``Ops.plan_attention``'s plan, where no layer attends."""
+
+    def next_step(self) -> None:
+        pass
+
+
+NO_ATTENTION = _NoAttention()

@@ -186,9 +186,10 @@ class ModelShell:
         shapes = probe.shapes(self.num_layers)
         self.same_keys = {i: shape.same_as for i, shape in enumerate(shapes) if shape.same_as is not None}
         check_masks(name, probe, self.max_model_len, self.device)
-        if not any(shape.heads for shape in shapes):
+        if not any(shape.heads or shape.states for shape in shapes):
             raise UnsupportedModelError(
-                f"{name} has no layer that attends through transformers' AttentionInterface: use model.generate for it"
+                f"{name} has no layer that attends through transformers' AttentionInterface, and none with a state that the "
+                "engine knows: use model.generate for it"
             )
         if not torch.equal(after_nan.isnan(), whole[1:].isnan()):
             raise UnsupportedModelError(

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.engine.batch import Batch
+from stoker.engine.batch import NO_ATTENTION, Batch
 from stoker.engine.constraints import Constraints
 from stoker.engine.device import Runtime
 from stoker.engine.images.inputs import ImagePart, image_rows, spans_within
@@ -176,6 +176,8 @@ class StepInputs:
         seq_lens: Tensor,
         of_images: Sequence[ImagePart],
     ) -> Any:
+        if not self.token_bytes:  # no layer attends
+            return NO_ATTENTION
         return self.ops.plan_attention(
             plan.num_new,
             step.lengths.tolist(),

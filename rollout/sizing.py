@@ -79,16 +79,20 @@ def kv_cache(config: EngineConfig, binding: ModelBinding, runtime: Runtime, mode
     least = layout.span * (1 + layout.needed(1, config.block_size, 1))
     states = _state_layout(config, binding)
     state_bytes = KVCache.state_bytes(binding.shapes, states)
+    # What one sequence needs while it decodes, and while many tokens of its prompt are computed at a time.
+    chunks = config.block_size, config.max_num_batched_tokens
+    decoding, prompt = (layout.needed(model_len, config.block_size, chunk) for chunk in chunks)
+    most = ((config.max_num_seqs - 1) * decoding + prompt + 1) * layout.span
+
+    def blocks_in(memory: int) -> int:
+        """Without attention in any layer, blocks only count tokens, and take nothing."""
+        return (memory - state_bytes) // block_bytes if block_bytes else most * (memory >= state_bytes)
+
     if config.kv_cache_memory == "auto":
-        # What one sequence needs while it decodes, and while many tokens of its prompt are computed at a time.
-        chunks = config.block_size, config.max_num_batched_tokens
-        decoding, prompt = (layout.needed(model_len, config.block_size, chunk) for chunk in chunks)
-        slabs = (config.max_num_seqs - 1) * decoding + prompt + 1
-        budget = _budget(config, binding, runtime, model_len)
-        num_blocks = max(least, min(slabs * layout.span, (budget - state_bytes) // block_bytes))
+        num_blocks = max(least, min(most, blocks_in(_budget(config, binding, runtime, model_len))))
     else:
         assert isinstance(config.kv_cache_memory, int)
-        num_blocks = (config.kv_cache_memory - state_bytes) // block_bytes
+        num_blocks = blocks_in(config.kv_cache_memory)
         if num_blocks < least:
             besides = f", and the states of max_num_seqs={config.max_num_seqs} sequences take {state_bytes}"
             raise InvalidConfigError(

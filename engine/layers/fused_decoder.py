@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from stoker.engine.adapters.lora import Adapted
 from stoker.engine.layers.fused_branches import Block, LayerInputs, MixerBranch, MlpBranch, OriginalBranch
+from stoker.engine.layers.recurrent import RecurrentLayers
 from stoker.engine.layers.rotary import Rotary
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Norm
@@ -25,12 +26,13 @@ class FusedDecoderLayer(nn.Module):
         scale: Tensor | None,
         ops: Ops,
         rotary: Rotary,
+        recurrent: RecurrentLayers,
         returned: Any,
     ) -> None:
         """scale: of its output, [1]; returned: what the original returned, which may be a tuple."""
         super().__init__()
         vars(self)["scale"] = scale  # not as a buffer of this module
-        self.rotary = rotary
+        self.rotary, self.recurrent = rotary, recurrent
         vars(self).update(
             (name, value) for name, value in vars(layer).items() if isinstance(value, str)
         )  # such as its kind
@@ -61,7 +63,6 @@ class FusedDecoderLayer(nn.Module):
         self,
         hidden_states: Tensor,
         *others: Any,
-        stoker_context: Any,
         position_embeddings: Any = None,
         position_ids: Any = None,
         per_layer_input: Tensor | None = None,
@@ -71,7 +72,7 @@ class FusedDecoderLayer(nn.Module):
         tables = self.rotary.tables(position_embeddings, position_ids, self.rotary.kinds[self.index])
         given: Any = next(iter(others), per_layer_input)
         per_layer = given[0] if self.reads_per_layer else None
-        out = self.hidden(hidden_states, tables, stoker_context, per_layer)
+        out = self.hidden(hidden_states, tables, self.recurrent.context, per_layer)
         return out if self.besides is None else (out, *self.besides)
 
     def hidden(

@@ -247,7 +247,7 @@ class _Trial:
                 for block in structure.blocks
             ]
             yield FusedDecoderLayer(
-                self._layer, self._index, blocks, scale, self._ops, self._rotary, self._returned
+                self._layer, self._index, blocks, scale, self._ops, self._rotary, self._shell.recurrent, self._returned
             ).eval()
 
     def _branches(self, branch: Branch) -> Iterator[MixerBranch | MlpBranch | OriginalBranch]:

@@ -16,7 +16,7 @@ from stoker.engine.layers.linears import Linears
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Norm
 
-_NORMS_OF_STEPS = ("dt_layernorm", "b_layernorm", "c_layernorm")  # of Jamba
+_NORMS_OF_STEPS = ("dt_layernorm", "b_layernorm", "c_layernorm")  # of Jamba and Falcon-Mamba
 _OF_MAMBA2 = (
     "A_log",
     "D",
@@ -152,7 +152,7 @@ class Mamba:
     layer: int
     module: Any  # the original, for its parameters
     of_step: Linears  # makes the step's latent vector, B and C
-    norms: tuple[Norm, ...]  # of these three (Jamba), or none
+    norms: tuple[Norm, ...]  # of these three (Jamba, Falcon-Mamba), or none
 
     def __call__(self, projected: Tensor, tables: Any, context: Any) -> Tensor:
         """projected: [T, N], in order input, gate; returns [T, channels]."""
@@ -214,10 +214,20 @@ def _mamba2(module: Any, ops: Ops) -> Iterator[Mamba2]:
 def _mamba(module: Any, ops: Ops, inner: Sequence[Linears]) -> Iterator[Mamba]:
     if module.activation not in ("silu", "swish") or len(inner) != 1:
         return
-    found = [norm_of(getattr(module, name)) for name in _NORMS_OF_STEPS if hasattr(module, name)]
+    like, widths = module.dt_proj.weight, (module.time_step_rank, module.ssm_state_size, module.ssm_state_size)
+    found = [
+        _norm_of_part(getattr(module, name), like.new_ones(width))
+        for name, width in zip(_NORMS_OF_STEPS, widths, strict=True)
+        if hasattr(module, name)
+    ]
     norms = tuple(norm for norm in found if norm is not None)
     if len(norms) == len(found) and len(found) in (0, len(_NORMS_OF_STEPS)):
         yield Mamba(ops=ops, layer=module.layer_idx, module=module, of_step=inner[0], norms=norms)
+
+
+def _norm_of_part(norm: Any, ones: Tensor) -> Norm | None:
+    """ones: of Falcon-Mamba's, which has a weight of another size, and does not read it."""
+    return norm_of(norm) if list(norm.parameters()) else Norm(ones, float(norm.eps))
 
 
 def _delta_net(module: Any, ops: Ops, widths: Sequence[int]) -> Iterator[DeltaNet]:

@@ -15,7 +15,7 @@ from emulated_cuda import EmulatedCuda, emulated_cuda
 from emulated_engine import on_cuda, unasked
 from emulated_graph import CUDA, HOST, DeviceFault
 from families import make_model
-from family_fields import HYBRIDS
+from hybrid_fields import HYBRIDS
 from hybrids import make_model as make_hybrid
 from peft import get_peft_model
 from pretend_device import STATIC, build, close, params, prompts
@@ -185,7 +185,7 @@ def as_the_model_says(batch: RolloutBatch, model: Any) -> None:
 
 
 @pytest.mark.parametrize("stable", [True, False], ids=["same addresses", "other addresses"])
-@pytest.mark.parametrize("family", ["llama", "falcon_h1", "kimi_linear"])
+@pytest.mark.parametrize("family", ["llama", "falcon_h1", "kimi_linear", "mamba2"])
 def test_tokens_and_scores_are_those_of_a_cpu(family: str, stable: bool) -> None:
     """Also where memory comes back elsewhere, and graphs are captured again."""
     model, asked = (make_hybrid if family in HYBRIDS else make_model)(family), (prompts(10), params(10))

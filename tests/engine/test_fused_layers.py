@@ -8,8 +8,9 @@ import oracle
 import pytest
 import torch
 from families import make_model, randomise
-from family_fields import FAMILIES, HYBRIDS
+from family_fields import FAMILIES
 from fused import CONFIG, PROMPTS, assert_like_hugging_face, fused_layers
+from hybrid_fields import HYBRIDS
 from launches import Launches, named
 from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention, Gemma3RotaryEmbedding

@@ -116,6 +116,7 @@ def test_with_the_kernels_of_a_gpu_a_pattern_is_followed_as_with_the_torch_opera
             ("nemotron_h", {}),
             ("kimi_linear", {}),
             ("jamba", {}),
+            ("mamba", {}),
         ),
         ("lfm3", THREE_OF_LFM3),
         ("glm4_moe", {"num_hidden_layers": 2}),

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from family_fields import COMMON, FAMILIES, HYBRIDS, OTHERS, REFUSED, VOCAB
+from family_fields import COMMON, FAMILIES, OTHERS, VOCAB
+from hybrid_fields import HYBRIDS, REFUSED
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,

@@ -54,8 +54,8 @@ def logits(model: PreTrainedModel, prompt: list[int], completion: list[int]) -> 
 
 
 def cache_of(out: Any) -> dict[str, Any]:
-    """The cache that a forward gave, as the next one takes it: transformers renamed it in 5.24."""
-    name = "cache" if "cache" in out else "past_key_values"
+    """The cache that a forward gave, as the next one takes it: transformers renamed it in 5.24; Mamba has it under its own name."""
+    name = next(name for name in ("cache", "past_key_values", "cache_params") if name in out)
     return {name: out[name]}
 
 

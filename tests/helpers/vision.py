@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from families import randomise, skip_where_broken
-from family_fields import COMMON, DELTA_RULE, EXPERTS, FAMILIES, HYBRIDS, VOCAB, rope
+from family_fields import COMMON, FAMILIES, VOCAB, rope
+from hybrid_fields import DELTA_RULE, EXPERTS, HYBRIDS
 from oracle import is_greedy
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, PreTrainedModel
 

@@ -12,7 +12,7 @@ import oracle
 import pytest
 import torch
 from families import draw, make_model
-from family_fields import HYBRIDS
+from hybrid_fields import HYBRIDS
 
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from adapted import expected_tokens, peft_model, tokens
 from families import make_model
-from family_fields import REFUSED, VOCAB
+from family_fields import VOCAB
+from hybrid_fields import REFUSED
 from peft import IA3Config, get_peft_model
 from small_engine import llama
 from torch import nn

@@ -6,7 +6,8 @@ import oracle
 import pytest
 import torch
 from families import draw, make_model
-from family_fields import FAMILIES, HYBRIDS, REFUSED
+from family_fields import FAMILIES
+from hybrid_fields import HYBRIDS, REFUSED, WITHOUT_ATTENTION
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -94,7 +95,7 @@ def test_greedy_tokens_are_those_of_generate(family):
     (batch, _), (preempted, _) = crowded(family)
     assert tokens(batch) == greedy_of(family)
     assert [c.finish_reason for output in batch for c in output.completions] == ["length"] * len(PROMPTS)
-    assert preempted > 0
+    assert (preempted == 0) == (family in WITHOUT_ATTENTION)  # whose tokens take no memory
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
@@ -119,7 +120,7 @@ def test_a_prefix_hit_changes_nothing(family):
 def test_logprobs_are_those_of_the_plain_forward(family):
     model = model_of(family)
     batches, preempted = crowded(family)
-    assert preempted[1] > preempted[0] > 0
+    assert family in WITHOUT_ATTENTION or preempted[1] > preempted[0] > 0
     for batch, params in zip(batches, ([GREEDY] * len(PROMPTS), SAMPLED), strict=True):
         batch.raise_for_errors()
         for prompt, output, p in zip(PROMPTS, batch, params, strict=True):

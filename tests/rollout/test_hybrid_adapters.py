@@ -45,6 +45,7 @@ VARIETIES: list[tuple[str, dict[str, Any]]] = [
     ("nemotron_h", {"target_modules": ["in_proj", "q_proj", "up_proj"], "use_dora": True}),
     ("bamba", {"target_modules": "all-linear"}),
     ("jamba", {"target_modules": "all-linear"}),
+    ("falcon_mamba", {"target_modules": ["in_proj", "x_proj"]}),
     ("jamba", {"target_modules": ["in_proj", "x_proj"], "use_dora": True}),
     ("kimi_linear", {"target_modules": "all-linear"}),
     ("kimi_linear", {"target_modules": ["f_a_proj", "g_b_proj", "kv_b_proj"], "use_dora": True}),

@@ -27,7 +27,7 @@ from stoker.rollout import (
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
-FAMILIES = ["qwen3_5", "lfm2", "falcon_h1"]
+FAMILIES = ["qwen3_5", "lfm2", "falcon_h1", "mamba2"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 A_LOG = "model.layers.2.linear_attn.A_log"
 CONV = "model.layers.0.linear_attn.conv1d.weight"
@@ -105,7 +105,7 @@ def test_verifying_names_the_one_that_differs(name: str) -> None:
         assert engine.verify_weights().mismatched == (name,)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "granitemoehybrid", "nemotron_h", "kimi_linear", "jamba"])
+@pytest.mark.parametrize("family", [*FAMILIES, "granitemoehybrid", "nemotron_h", "kimi_linear", "jamba", "mamba"])
 def test_a_mirror_in_bf16_is_the_model_that_transformers_loads_in_bf16(family: str, tmp_path: Path) -> None:
     model = make_model(family)
     model.save_pretrained(tmp_path)

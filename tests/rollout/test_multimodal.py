@@ -10,7 +10,8 @@ import oracle
 import pytest
 import torch
 from families import make_model, randomise
-from family_fields import FAMILIES, HYBRIDS
+from family_fields import FAMILIES
+from hybrid_fields import HYBRIDS
 from trl_setup import EOS, LOGPROB_TOLERANCE, PROMPTS, MakeTrainer, make_tokenizer, trainers
 
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
