@@ -165,11 +165,9 @@ def _write(
 def _failures(writer: ResumableWriter) -> int:
     """Say how many lines failed, in this run or before; returns the exit code."""
     if writer.failed:
-        print(
-            f'stoker: {writer.failed} of {writer.done} lines failed, see their "error" in {writer.path}; --overwrite '
-            "starts anew",
-            file=sys.stderr,
-        )
+        kept = writer.path != STANDARD_OUTPUT
+        where = f" in {writer.path}; --overwrite starts anew" if kept else ""
+        print(f'stoker: {writer.failed} of {writer.done} lines failed, see their "error"{where}', file=sys.stderr)
     return 1 if writer.failed else 0
 
 

@@ -34,6 +34,13 @@ def answer(call: Call, outputs: Sequence[RolloutOutput], tokenizer: Any, created
     return {**_head(call, created, stream=False), "choices": choices, "usage": _usage(outputs)}
 
 
+def failure(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+    """What an error is answered with. code: one of OpenAI's own, where there is one for it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    message = message.encode(errors="backslashreplace").decode()  # may quote half a character, which no answer can hold
+    return {"error": {"message": message, "type": kind, "param": None, "code": code or status}}
+
+
 def _head(call: Call, created: int, *, stream: bool) -> dict[str, Any]:
     kind = "text_completion" if not call.chat else "chat.completion.chunk" if stream else "chat.completion"
     return {"id": call.id, "object": kind, "created": created, "model": call.model}

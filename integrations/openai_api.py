@@ -15,7 +15,8 @@ from stoker.integrations.json_schemas import pattern_of
 from stoker.kernels.errors import InvalidRequestError
 from stoker.rollout import RolloutEngine, SamplingParams
 from stoker.rollout.adapters import AdapterChoice
-from stoker.rollout.prompts import read_chat
+from stoker.rollout.prompts import read_chat, read_prompts, tokenizer_of
+from stoker.rollout.requests import PromptTooLongError
 from stoker.rollout.user_values import shown
 
 _SAMPLING = (
@@ -25,7 +26,8 @@ _SAMPLING = (
 )  # fmt: skip
 # Fields that change no completion.
 _NO_MATTER = {
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "priority",
+    "cache_salt", "spaces_between_special_tokens",
 }  # fmt: skip
 # Fields of what is not supported, with the values that do not ask for it.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -35,6 +37,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True,),
     "modalities": (["text"],),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
 }
 _MOST_SAMPLES = 16384  # more could take all memory
 _MOST_CHARACTERS = 128  # of text for each token there may be: as many as the longest tokens of large vocabularies have
@@ -66,20 +72,15 @@ def read_call(body: Any, engine: RolloutEngine, model: str, adapter: AdapterChoi
 
     Raises ``InvalidRequestError`` for what is invalid, and for any field that would be ignored.
     """
-    if not isinstance(body, dict):
-        raise InvalidRequestError("the body is no JSON object: give one, as OpenAI's clients do")
-    fields = {name: value for name, value in body.items() if value is not None and name not in _NO_MATTER}
-    asked = fields.pop("model", model)
-    if asked != model and asked not in engine.adapters:
-        raise UnknownModelError(f"model={shown(asked)}: there are {', '.join((model, *sorted(engine.adapters)))}")
-    tools = fields.pop("tools", None) if chat else None
+    fields, asked = _fields(body, engine, model)
+    tools = _tools(fields) if chat else None
     if fields.get("tool_choice") == "none":
         tools = None
     for name, neutral in _NEUTRAL.items():
         if (value := fields.pop(name, neutral[0])) not in neutral:
             raise InvalidRequestError(f"{name}={shown(value)}: the server does not do that; leave it out")
     stream, options = _flag(fields, "stream"), fields.pop("stream_options", {})
-    if not isinstance(options, dict) or options.keys() - {"include_usage"}:
+    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise InvalidRequestError(f"stream_options={shown(options)}: there is include_usage")
     usage, ids = _flag(options, "include_usage"), _flag(fields, "return_token_ids")
     params, logprobs = _sampling(fields, chat)
@@ -89,8 +90,7 @@ def read_call(body: Any, engine: RolloutEngine, model: str, adapter: AdapterChoi
         raise InvalidRequestError(
             f"n={params.n}{of}: the server makes at most {_MOST_SAMPLES} completions in a request"
         )
-    if fields:
-        raise InvalidRequestError(f"{shown(next(iter(fields)))} is no field the server knows: leave it out")
+    _check_empty(fields)
     return Call(
         id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}",
         model=asked,
@@ -104,6 +104,49 @@ def read_call(body: Any, engine: RolloutEngine, model: str, adapter: AdapterChoi
         logprobs=logprobs,
         tools=tools,
     )
+
+
+def tokenised(body: Any, engine: RolloutEngine, model: str) -> dict[str, Any]:
+    """The answer to a request for the token ids of a prompt or a chat, as vLLM's server gives it. Raises as ``read_call`` does."""
+    fields, _ = _fields(body, engine, model)
+    whole = True
+    if "messages" in fields:
+        prompts = [_chat(fields, engine, _tools(fields))]
+    else:
+        whole = _flag(fields, "add_special_tokens", default=True)  # without, it is text within a prompt
+        prompts = _prompts(fields, engine.max_model_len)
+        if len(prompts) > 1 or not isinstance(prompts[0], str):
+            raise InvalidRequestError(f"prompt={shown(body['prompt'])}: give text, or messages")
+    _check_empty(fields)
+    ((ids, _),) = read_prompts(prompts, None, engine.processor)
+    if not whole:
+        ids = tokenizer_of(engine.processor)(prompts[0], add_special_tokens=False)["input_ids"]
+    return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
+
+
+def _fields(body: Any, engine: RolloutEngine, model: str) -> tuple[dict[str, Any], str]:
+    """What is given of a body's fields, and the name of the model that it is for."""
+    if not isinstance(body, dict):
+        raise InvalidRequestError("the body is no JSON object: give one, as OpenAI's clients do")
+    fields = {name: value for name, value in body.items() if value is not None and name not in _NO_MATTER}
+    asked = fields.pop("model", model)
+    if asked != model and asked not in engine.adapters:
+        raise UnknownModelError(f"model={shown(asked)}: there are {', '.join((model, *sorted(engine.adapters)))}")
+    return fields, asked
+
+
+def _check_empty(fields: dict[str, Any]) -> None:
+    """Refuse fields that nobody has read."""
+    if fields:
+        raise InvalidRequestError(f"{shown(next(iter(fields)))} is no field the server knows: leave it out")
+
+
+def _tools(fields: dict[str, Any]) -> list[Any] | None:
+    tools = fields.pop("tools", [])
+    # Templates would make anything of others, or raise errors that do not name the field.
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidRequestError(f"tools={shown(tools)}: give a list of objects, each with a type and a function")
+    return tools or None
 
 
 def _flag(fields: dict[str, Any], name: str, *, default: bool = False) -> bool:
@@ -179,7 +222,7 @@ def _prompts(fields: dict[str, Any], max_model_len: int) -> list[Any]:
 def _check_length(name: str, characters: int, max_model_len: int) -> None:
     """Refuse text that cannot fit, before a tokenizer spends time and memory on it."""
     if characters > _MOST_CHARACTERS * max_model_len:
-        raise InvalidRequestError(
+        raise PromptTooLongError(
             f"{name} has {characters} characters, more than {_MOST_CHARACTERS} for each of the {max_model_len} tokens of "
             "max_model_len: shorten it or raise EngineConfig.max_model_len"
         )

@@ -32,8 +32,8 @@ from starlette.routing import Route
 
 from stoker.integrations.async_steps import AsyncSteps
 from stoker.integrations.http_requests import TooLongError, gone, most_bytes, parsed, read_body, unless
-from stoker.integrations.openai_answers import Stream, answer
-from stoker.integrations.openai_api import Call, UnknownModelError, read_call
+from stoker.integrations.openai_answers import Stream, answer, failure
+from stoker.integrations.openai_api import Call, UnknownModelError, read_call, tokenised
 from stoker.kernels.errors import (
     EngineStateError,
     InvalidConfigError,
@@ -46,6 +46,7 @@ from stoker.kernels.errors import (
 )
 from stoker.rollout import LIVE, RolloutEngine, RolloutHandle, RolloutOutput
 from stoker.rollout.adapters import AdapterChoice
+from stoker.rollout.requests import PromptTooLongError
 from stoker.rollout.user_values import shown
 
 _STATUS: tuple[tuple[type[StokerError], int], ...] = (  # the first one that fits counts
@@ -191,6 +192,7 @@ class Server:
             "/v1/models/{name:path}": ("GET", self._model),
             "/v1/completions": ("POST", partial(self._generate, chat=False)),
             "/v1/chat/completions": ("POST", partial(self._generate, chat=True)),
+            "/tokenize": ("POST", self._tokenize),
         }
         changes: dict[str, tuple[Callable[..., Any], dict[str, type]]] = {
             "/pause": (partial(engine.pause, owner=self), {"mode": str}),
@@ -221,7 +223,8 @@ class Server:
 
     @staticmethod
     async def _refuse(_: Request, error: Exception) -> Response:
-        return _error(next(status for kind, status in _STATUS if isinstance(error, kind)), str(error))
+        code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None  # as OpenAI's
+        return _error(next(status for kind, status in _STATUS if isinstance(error, kind)), str(error), code)
 
     @staticmethod
     async def _unknown(request: Request, error: Exception) -> Response:
@@ -244,8 +247,8 @@ class Server:
         return JSONResponse(model)
 
     def _known(self) -> list[dict[str, Any]]:
-        names = (self._name, *sorted(self._engine.adapters))
-        return [{"id": name, "object": "model", "created": 0, "owned_by": "stoker"} for name in names]
+        same = {"object": "model", "created": 0, "owned_by": "stoker", "max_model_len": self._engine.max_model_len}
+        return [{"id": name, **same} for name in (self._name, *sorted(self._engine.adapters))]
 
     async def _change(self, request: Request, *, change: Callable[..., Any], fields: dict[str, type]) -> Response:
         if request.query_params:  # other servers take them; to ignore them would make another change than was asked for
@@ -279,8 +282,8 @@ class Server:
         self._engine.update_weights(path, version=version)
 
     def _load_adapter(self, lora_name: str = "", lora_path: str = "") -> None:
-        if lora_name == self._name:
-            raise InvalidRequestError(f"lora_name={shown(lora_name)} is the served model's: give another")
+        if lora_name == self._name or not lora_name.isprintable():  # half a character, which no answer can hold
+            raise InvalidRequestError(f"{shown(lora_name)} is the served model's, or not printable: give another")
         self._engine.load_adapter(lora_name, lora_path)
 
     def _unload_adapter(self, lora_name: str = "") -> None:
@@ -297,6 +300,11 @@ class Server:
         outputs = await unless(gone(request), self._results(handles))
         # In a thread, as decoding tokens one by one would keep all other clients waiting.
         return await asyncio.to_thread(lambda: JSONResponse(answer(call, outputs, self._engine.tokenizer, created)))
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = parsed(await self._body(request))
+        ids = asyncio.get_running_loop().run_in_executor(self._starts, tokenised, body, self._engine, self._name)
+        return JSONResponse(await self._unless_closed(ids))
 
     async def _body(self, request: Request) -> bytearray:
         most = most_bytes(self._engine.max_model_len, images=self._engine.processor is not self._engine.tokenizer)
@@ -352,7 +360,7 @@ class Server:
                 yield f"data: {json.dumps(event)}\n\n"
             outputs = await following
             if (error := next((o.error for o in outputs if o.error is not None), None)) is not None:
-                yield f"data: {json.dumps(_as_json(500, str(error)))}\n\n"
+                yield f"data: {json.dumps(failure(500, str(error)))}\n\n"
             elif call.usage:
                 yield f"data: {json.dumps(streams[0].usage(outputs))}\n\n"
             yield "data: [DONE]\n\n"
@@ -385,12 +393,6 @@ async def _to_nobody(_: Request, error: Exception | None = None) -> Response:
     return Response(status_code=499)
 
 
-def _error(status: int, message: str) -> Response:
+def _error(status: int, message: str, code: str | None = None) -> Response:
     headers = {"retry-after": "1"} if status == 503 else None
-    return JSONResponse(_as_json(status, message), status, headers=headers)
-
-
-def _as_json(status: int, message: str) -> dict[str, Any]:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    message = message.encode(errors="backslashreplace").decode()  # may quote half a character, which no answer can hold
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return JSONResponse(failure(status, message, code), status, headers=headers)

@@ -63,6 +63,14 @@ def check_trainer(trainer: Any, known: Collection[str]) -> str:
             "the trainer generates with transformers' continuous batching: build it with "
             "use_transformers_continuous_batching=False, and without use_transformers_paged, which sets it"
         )
+    parallel = trainer.accelerator.parallelism_config
+    if parallel is not None and parallel.tp_size * parallel.cp_size > 1:
+        # Most kinds have TRL draw otherwise on each process even without the engine; the forward would mix their batches unseen.
+        raise InvalidConfigError(
+            f"processes compute each batch together (tp_size={parallel.tp_size}, cp_size={parallel.cp_size}), and with TRL each of "
+            "them samples its own: train with data parallelism (DDP, FSDP, DeepSpeed), or in a loop of your own with "
+            "AcceleratedEngine"
+        )
     if kind == "GOLDTrainer" and trainer._is_vision_dataset:
         # It would turn the tokens into text, and that by the template into a turn with an ending that was not sampled.
         raise UnsupportedModelError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -61,10 +62,7 @@ def _one(name: str, prompt: Any, tokenizer: Any) -> Read:
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         return _of_processor(name, prompt)
     if isinstance(prompt, str):
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:  # tokenizers raise a TypeError, about something else
-            raise InvalidRequestError(f"{name} holds half a character: {error}") from error
+        _check_characters(name, prompt)  # tokenizers raise a TypeError, about something else
         ids = tokenizer_of(_tokenizer(tokenizer, "text prompts"))(prompt)["input_ids"]
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(m, dict) for m in prompt):
         prompt = read_chat(name, prompt, tokenizer)
@@ -83,6 +81,19 @@ def _one(name: str, prompt: Any, tokenizer: Any) -> Read:
             f"one alone goes in a list, [{name.split()[0]}]"
         )
     return as_ints(ids), None
+
+
+def _check_characters(name: str, value: Any) -> None:
+    """Refuse half a character in text, or in what holds text: it was cut within a pair of UTF-16, say."""
+    if not isinstance(value, str):
+        try:
+            value = json.dumps(value, ensure_ascii=False, skipkeys=True, default=str)
+        except (ValueError, RecursionError):  # it refers to itself, or is nested too deep
+            return
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"{name} holds half a character: {error}") from error
 
 
 def read_chat(name: str, chat: Sequence[dict[str, Any]], tokenizer: Any, /, **settings: Any) -> Any:
@@ -109,6 +120,7 @@ def read_chat(name: str, chat: Sequence[dict[str, Any]], tokenizer: Any, /, **se
         options = {"add_generation_prompt": True, **({"return_tensors": "pt"} if whole else {}), **settings}
         made = read.apply_chat_template(list(chat), tokenize=True, return_dict=True, **options)
     except Exception as error:  # no template, or one that refuses this chat: templates raise errors of many kinds
+        _check_characters(name, [chat, settings])  # or tokenizers speak of something else
         raise InvalidRequestError(f"{name}: {error}") from error
     return made if whole else made["input_ids"]
 

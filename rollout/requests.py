@@ -70,6 +70,10 @@ def read_sequences(
     return read, as_ints(starts)
 
 
+class PromptTooLongError(InvalidRequestError):
+    """A prompt that leaves no room for a completion under ``max_model_len``."""
+
+
 @dataclass(kw_only=True, slots=True)
 class RequestMaker:
     """Checks and numbers the requests of one engine."""
@@ -101,7 +105,7 @@ class RequestMaker:
     def _check_prompt(self, name: str, prompt: list[int], params: SamplingParams) -> None:
         check_ids(name, prompt, self.vocab, self.embedded)
         if len(prompt) >= self.max_model_len:
-            raise InvalidRequestError(
+            raise PromptTooLongError(
                 f"{name} has {len(prompt)} tokens and max_model_len is {self.max_model_len}, so nothing can be "
                 f"generated: shorten the prompt or raise EngineConfig.max_model_len{self._ending(prompt)}"
             )

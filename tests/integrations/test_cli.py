@@ -161,7 +161,9 @@ def test_a_line_that_cannot_be_served_does_not_stop_the_others(
     ]  # fmt: skip
     assert "40 tokens" in records[1]["error"] and "99 at position 0" in records[2]["error"]
     assert "prompt 0" not in records[1]["error"]
-    assert "2 of 4 lines failed" in capsys.readouterr().err
+    assert f'2 of 4 lines failed, see their "error" in {target}; --overwrite starts anew' in capsys.readouterr().err
+    assert main(["score", folder, write(tmp_path / "in", [{"token_ids": [99]}]), "-"]) == 1
+    assert capsys.readouterr().err.endswith("""1 of 1 lines failed, see their "error"\n""")  # nothing to start anew
 
 
 @pytest.mark.parametrize("flags", [[], ["--overwrite"]])

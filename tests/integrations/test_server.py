@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import json
 import threading
@@ -23,7 +24,8 @@ from server_setup import (  # noqa: F401 - fixtures among them
     post,
     text_model,
 )
-from small_engine import only, tokenizer
+from small_engine import encode, only, tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from stoker.integrations.server import Server, serve
 from stoker.rollout import EngineConfig, InvalidRequestError, RolloutEngine, SamplingParams
@@ -250,7 +252,37 @@ def test_the_model_with_an_adapter() -> None:
 
 
 def test_models_by_name(client: Any) -> None:
-    assert client.models.retrieve("policy").id == "policy"
+    model = client.models.retrieve("policy")
+    assert model.id == "policy" and model.max_model_len == 256
+
+
+def test_ids_are_those_that_a_request_samples_from(
+    engine: RolloutEngine, server: Server, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, found = post(server, "/tokenize", {"model": "policy", "prompt": "abc"})
+    assert status == 200 and found == {"count": 3, "max_model_len": 256, "tokens": encode("abc")}
+    chat = {"messages": [*CHAT, {"role": "assistant", "content": "It is"}], "tools": TOOLS}
+    for more in ({}, {"add_generation_prompt": False, "continue_final_message": True}):
+        _, found = post(server, "/tokenize", chat | more)
+        answer = client.chat.completions.create(
+            model="policy", max_tokens=1, extra_body=more | {"return_token_ids": True}, **chat
+        )
+        assert found["tokens"] == answer.choices[0].prompt_token_ids
+    assert post(server, "/tokenize", {"prompt": "a" * 300})[1]["count"] == 300  # more than fit
+    own = copy.deepcopy(engine.tokenizer)
+    own.backend_tokenizer.post_processor = TemplateProcessing(single="<bot> $A", special_tokens=[("<bot>", 258)])
+    for name in ("tokenizer", "processor"):
+        monkeypatch.setattr(engine, name, own)
+    for given, ids in (({}, [258, *encode("a")]), ({"add_special_tokens": False}, encode("a"))):
+        assert post(server, "/tokenize", {"prompt": "a"} | given)[1]["tokens"] == ids
+    for wrong, message in (
+        ({}, "prompt=None: give text"),
+        ({"prompt": ["a", "b"]}, "prompt=['a', 'b']: give text, or messages"),
+        ({"prompt": [1]}, "prompt=[1]: give text, or messages"),
+        ({"prompt": "a", "n": 2}, "'n' is no field"),
+        ({"prompt": "a", "model": "gpt"}, "model='gpt': there are policy"),
+    ):
+        assert message in post(server, "/tokenize", wrong)[1]["error"]["message"]
 
 
 def test_a_chat_without_a_limit_ends_where_the_cache_does() -> None:

@@ -48,7 +48,6 @@ def tangled(ways: int) -> dict[str, Any]:
         ({"prompt": ""}, 400, "prompt 0 is empty"),
         ({"prompt": ["a", ""]}, 400, "prompt 1 is empty"),
         ({"prompt": [1, TEXT_VOCAB]}, 400, "prompt 0 has 264 at position 1"),
-        ({"prompt": "a" * 300}, 400, "prompt 0"),
         ({"prompt": "a", "model": "gpt"}, 404, "model='gpt': there are policy"),
         ({"prompt": "a", "temperature": -1}, 400, "temperature=-1"),
         ({"prompt": "a", "n": 0}, 400, "n=0"),
@@ -90,6 +89,10 @@ def test_bad_requests(server: Server, client: Any, body: Any, status: int, messa
         ({"messages": [*CHAT, {"role": "user", "content": 5}]}, "messages[1] has content 5"),
         ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0] has the part"),
         ({"messages": CHAT, "tool_choice": "required"}, "tool_choice='required'"),
+        ({"messages": CHAT, "tools": 1}, "tools=1: give a list of objects"),
+        ({"messages": CHAT, "tools": ["add"]}, "tools=['add']: give a list of objects"),
+        ({"messages": CHAT, "skip_special_tokens": False}, "skip_special_tokens=False: the server does not do that"),
+        ({"messages": [{"role": "user", "content": "cut \ud83d"}]}, "messages holds half a character"),
         (
             {"messages": CHAT, "response_format": {"type": "xml"}},
             "response_format={'type': 'xml'}: structured_outputs is",
@@ -125,6 +128,21 @@ def test_what_changes_no_completion_may_be_there(client: Any) -> None:
     client.chat.completions.create(
         model="policy", messages=CHAT, max_tokens=1, store=False, parallel_tool_calls=True, tool_choice="auto"
     )
+    defaults = {"skip_special_tokens": True, "include_stop_str_in_output": False, "length_penalty": 1.0, "priority": 0}
+    others = {"spaces_between_special_tokens": False, "stream_options": {"include_obfuscation": False}}
+    client.completions.create(model="policy", prompt="a", max_tokens=1, extra_body=defaults | others)
+
+
+@pytest.mark.parametrize("text", ["a" * 300, "a" * 40_000])  # before it is tokenised
+def test_a_conversation_that_is_too_long_has_openais_code(client: Any, text: str) -> None:
+    """By which an agent tells that from a fault of its own."""
+    for ask in (
+        lambda: client.completions.create(model="policy", prompt=text),
+        lambda: client.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}]),
+    ):
+        with pytest.raises(openai.BadRequestError, match="max_model_len") as refused:
+            ask()
+        assert refused.value.code == "context_length_exceeded"
 
 
 def test_where_nothing_can_listen(engine: RolloutEngine, server: Server) -> None:

@@ -284,6 +284,7 @@ def test_a_trainer_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             ("/sleep", {"level": True}, "give an object with level (int)"),
             ("/sleep?level=2", {}, "'level=2' is in the URL: give it in the body"),
             ("/v1/load_lora_adapter", {"lora_name": "policy", "lora_path": "x"}, "is the served model's"),
+            ("/v1/load_lora_adapter", {"lora_name": "\ud83d", "lora_path": str(tmp_path / "adapter")}, "or not printable"),
             ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "nowhere"}, "nowhere"),
             ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "\ud800"}, "\\ud800"),
             ("/v1/unload_lora_adapter", {"lora_name": "a"}, "adapter"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from trl_setup import (
     END_OF_TURN,
     EOS,
@@ -166,6 +167,17 @@ def test_settings_that_cannot_work_are_refused(
     vars(trainer).update(attributes)
     refused(trainer, error, match)
     vars(trainer).update(original)
+
+
+@pytest.mark.parametrize("name", ["tp_size", "cp_size"])
+def test_processes_that_compute_a_batch_together_are_refused(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    trainer = make_trainer()
+    monkeypatch.setattr(trainer.accelerator.state, "parallelism_config", ParallelismConfig(**{name: 2}))
+    refused(trainer, InvalidConfigError, f"^processes compute each batch together .*{name}=2.* AcceleratedEngine$")
+    monkeypatch.setattr(trainer.accelerator.state, "parallelism_config", ParallelismConfig(dp_shard_size=2))
+    attach(trainer)
 
 
 @pytest.mark.parametrize("kind", KINDS)
