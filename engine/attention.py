@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
 
 from stoker.kernels.errors import NotKeptError, UnsupportedModelError
 from stoker.kernels.reference.attention_plan import Visibility
@@ -81,6 +82,10 @@ class MaskRule:
         return first
 
 
+CAUSAL = MaskRule(causal_mask_function)  # in a step, for layers that take their mask apart
+EVERY_KEY = object()  # stands in for indices of chosen keys
+
+
 def check_masks(name: str, probe: ShapeProbe, length: int, device: torch.device) -> None:
     """Raise ``UnsupportedModelError`` where a layer's mask and its attention let a token see different keys."""
     for layer, rule in probe.masks.items():
@@ -105,19 +110,23 @@ def _paged(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | MaskRule | None,
     *,
     scaling: float,
     stoker_context: StepContext,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: object = None,
+    block_indices: object = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Called by transformers with [1, heads, T, dim]; returns [1, T, heads, dim]."""
     layer: Any = module.layer_idx
-    if attention_mask is not None or not getattr(module, "is_causal", True):
+    if (attention_mask is not None and attention_mask is not CAUSAL) or not getattr(module, "is_causal", True):
         raise UnsupportedModelError(f"layer {layer} is not plain causal attention: {type(module).__name__}")
+    if any(chosen is not None and chosen is not EVERY_KEY for chosen in (indices, block_indices)):
+        raise UnsupportedModelError(f"layer {layer} attends to chosen keys: {type(module).__name__}")
     out = stoker_context.attend(
         layer,
         *(t[0].transpose(0, 1) for t in (query, key, value)),

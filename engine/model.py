@@ -21,6 +21,7 @@ from stoker.engine.adapters.lora import LoraLayers
 from stoker.engine.attention import PAGED, PROBED, attending_by, check_masks, route_text
 from stoker.engine.cache.kv_cache import LayerShape
 from stoker.engine.layers.experts import EXPERTS
+from stoker.engine.layers.indexed import IndexedLayers
 from stoker.engine.layers.quantised import is_packed, take_over_quantised
 from stoker.engine.layers.recurrent import RecurrentLayers
 from stoker.engine.module_settings import Settings, is_setting
@@ -57,6 +58,7 @@ class ModelShell:
             self.module: Any = build(kind, config)
         self.module.eval().requires_grad_(False)
         self.recurrent = RecurrentLayers(self.module)
+        self.indexed = IndexedLayers(self.module)
         self.decoder: Any = decoder_of(self.module)
         self.config: Any = self.decoder.config
         self.lora: LoraLayers
@@ -166,7 +168,7 @@ class ModelShell:
         try:
             with torch.inference_mode(), torch.autocast(self.device.type, enabled=False):
                 given = {"input_ids": tokens[None], "position_ids": positions[None]}
-                with attending_by(self.module.config, PROBED):
+                with attending_by(self.module.config, PROBED), self.indexed.tried():
                     whole = self._run(self.module, given, positions, probe).logits[0]
                 in_two = self.logits(self.hidden(tokens, positions, ShapeProbe()))
                 with self._first_is_nan():

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from stoker.engine.layers.experts import knows_interface
+from stoker.engine.layers.indexed import keys_kept
 from stoker.kernels.errors import UnsupportedModelError
 
 SCALED_BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings that depend on the longest sequence in a batch
@@ -58,7 +59,7 @@ def check_experts(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def check_length(model: PreTrainedModel, max_model_len: int) -> None:
-    """Raise ``UnsupportedModelError`` where sequences of that length would not be independent of each other."""
+    """Raise ``UnsupportedModelError`` where sequences of that length depend on each other, or see only some of their keys."""
     name, config = type(model).__name__, decoder_of(model).config
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *(v for v in rope.values() if isinstance(v, dict))):
@@ -73,3 +74,9 @@ def check_length(model: PreTrainedModel, max_model_len: int) -> None:
                     f"{name} uses {kind} rotary scaling, where a sequence longer than {limit} changes "
                     f"the numbers of every other one in its batch: set EngineConfig(max_model_len={limit}) or less"
                 )
+    kept = min((n for n in map(keys_kept, model.modules()) if n is not None), default=max_model_len)
+    if max_model_len > kept:
+        raise UnsupportedModelError(
+            f"{name} has an indexer that keeps {kept} keys for each token, and the engine attends to all keys, which is the same in "
+            f"sequences of up to {kept} tokens: set EngineConfig(max_model_len={kept}) or less, or use model.generate for longer ones"
+        )

@@ -249,6 +249,8 @@ class LoraLayers:
         chains: dict[str, list[LoraWeights]] = {}
         for link in links:
             for path in dict.fromkeys((*link.linears, *link.biases)):
+                if path in self._fused and path not in self._adapted:
+                    continue  # nothing runs it: it is an indexer's
                 if is_linear(self._modules[path]) or isinstance(self._modules[path], nn.Embedding):
                     chains.setdefault(path, []).append(self.complete(path, link))
             for key in dict.fromkeys(map(projection_of, link.experts)):

@@ -4,6 +4,6 @@
 - Fused layers: ``fused_layers`` replaces layers by the form that ``fused_forms`` finds. A ``fused_decoder`` layer has
   ``fused_branches``, made of ``linears``, ``fused_mixers`` (those with states: ``fused_recurrent``) and ``fused_moe``.
   ``fused_model`` runs the whole decoder.
-- The model's own modules on the engine's operations: ``experts``, ``recurrent``, ``rotary``, ``quantised``.
+- The model's own modules on the engine's operations: ``experts``, ``recurrent``, ``indexed``, ``rotary``, ``quantised``.
 - ``fp8_weights``: rounded copies of weights.
 """

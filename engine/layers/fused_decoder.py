@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stoker.engine.adapters.lora import Adapted
+from stoker.engine.attention import EVERY_KEY
 from stoker.engine.layers.fused_branches import Block, LayerInputs, MixerBranch, MlpBranch, OriginalBranch
 from stoker.engine.layers.recurrent import RecurrentLayers
 from stoker.engine.layers.rotary import Rotary
@@ -38,7 +39,8 @@ class FusedDecoderLayer(nn.Module):
         )  # such as its kind
         self.ops, self.index, self.blocks = ops, index, tuple(blocks)
         self.reads_per_layer = any(isinstance(b, MlpBranch) and b.per_layer for b in self.branches)
-        self.besides = (None,) * (len(returned) - 1) if isinstance(returned, tuple) else None
+        others = returned[1:] if isinstance(returned, tuple) else None
+        self.besides = others and tuple(one if one is EVERY_KEY else None for one in others)
 
     @property
     def branches(self) -> list[MixerBranch | MlpBranch | OriginalBranch]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stoker.engine.attention import EVERY_KEY
 from stoker.engine.layers.experts import run_on
 from stoker.engine.layers.fused_branches import Block, MixerBranch, MlpBranch, NormBefore, OriginalBranch
 from stoker.engine.layers.fused_decoder import FusedDecoderLayer
@@ -193,7 +194,7 @@ class _Trial:
         self._tables = rotary.tables(embeddings, positions, kind)
         arguments = {"position_ids": positions[None], "position_embeddings": embeddings}
         arguments |= {"stoker_context": self._recorder, cache_name(type(layer).forward): PackedPositions(positions)}
-        arguments["shared_kv_states"] = shared
+        arguments |= {"shared_kv_states": shared, "prev_topk_indices": EVERY_KEY}
         if self._per_layer.numel():
             arguments["per_layer_input"] = self._per_layer
         try:

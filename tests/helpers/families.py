@@ -13,6 +13,7 @@ import torch
 import transformers
 from family_fields import COMMON, FAMILIES, OTHERS, VOCAB
 from hybrid_fields import HYBRIDS, REFUSED
+from indexed_fields import INDEXED
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -27,12 +28,18 @@ _LATER = {
     "lara_mini",
     "kimi_linear",
     "bailing_hybrid",
+    "dots3_note",
+    "mistral_large4+images",
 }  # than the oldest transformers that pyproject.toml allows
 # Those whose own forward raises in a version of transformers, be it on text.
 _BROKEN = {"5.24.0": {"llama4+images"}}
 
 _TEXT_MODEL_TYPES = {family: f"{family}_text" for family in ("gemma3", "llama4", "gemma4", "qwen3_5", "qwen3_5_moe")}
-_TEXT_MODEL_TYPES["gemma4+experts"] = "gemma4_text"
+_TEXT_MODEL_TYPES |= {
+    "gemma4+experts": "gemma4_text",
+    "dots3_note": "dots3_note_text",
+    "minimax_m3_vl": "minimax_m3_vl_text",
+}
 _IMAGE_MODEL_TYPES = {
     "gemma3": "gemma3",
     "gemma4": "gemma4",
@@ -40,7 +47,9 @@ _IMAGE_MODEL_TYPES = {
     "qwen3": "qwen3_vl",
     "qwen3_5": "qwen3_5",
     "llama4": "llama4",
+    "mistral_large4": "mistral_large4",
 }
+_OF_ITS_OWN = {"qwen3", "mistral_large4"}  # text models of models of images, which are no family's
 
 
 def skip_where_broken(family: str) -> None:
@@ -51,11 +60,11 @@ def skip_where_broken(family: str) -> None:
 def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
     """Of a family that is newer than the transformers there is, or that this cannot run itself, the test is skipped."""
     skip_where_broken(family)
+    if family in _LATER and family.removesuffix("+images") not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {family}")
     if family.endswith("+images"):
         return _image_config(family, **overrides)
-    if family in _LATER and family not in CONFIG_MAPPING:
-        pytest.skip(f"this version of transformers has no {family}")
-    fields = COMMON | (FAMILIES | HYBRIDS | REFUSED | OTHERS)[family] | overrides
+    fields = COMMON | (FAMILIES | INDEXED | HYBRIDS | REFUSED | OTHERS)[family] | overrides
     config = AutoConfig.for_model(_TEXT_MODEL_TYPES.get(family, family), **fields)
     config.eos_token_id = fields["eos_token_id"]  # glm4 puts its own ids where it is None
     return config
@@ -63,9 +72,9 @@ def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
 
 def _image_config(family: str, **overrides: Any) -> PreTrainedConfig:
     of_text = family.removesuffix("+images")
-    fields = dict((FAMILIES | HYBRIDS)[family])
+    fields = dict((FAMILIES | INDEXED | HYBRIDS)[family])
     rest = {"vision_config": fields.pop("vision_config")}
-    if of_text == "qwen3":  # of its own
+    if of_text in _OF_ITS_OWN:
         text = COMMON | fields | overrides
     elif of_text in HYBRIDS:
         text = COMMON | HYBRIDS[of_text] | fields | overrides | {"model_type": _TEXT_MODEL_TYPES[of_text]}

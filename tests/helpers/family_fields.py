@@ -34,7 +34,7 @@ def rope(theta: float = 1000.0, **extra: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta, **extra}
 
 
-_YARN = rope(rope_type="yarn", factor=4.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=64)
+YARN = rope(rope_type="yarn", factor=4.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=64)
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "image_size": 28, "patch_size": 14}
 
 # Fields besides COMMON. hidden_size / num_attention_heads is 12 where no head_dim is given.
@@ -120,7 +120,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": WINDOW, "layer_types": _SLIDING_FULL},
     "ministral3": {
         "head_dim": 16,
-        "rope_parameters": _YARN
+        "rope_parameters": YARN
         | {"mscale": 1.0, "mscale_all_dim": 0.8, "llama_4_scaling_beta": 0.5}
         | {"original_max_position_embeddings": 36, "max_position_embeddings": 256},
     },
@@ -143,7 +143,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "swiglu_limit": 1.0,
-        "rope_parameters": _YARN | {"truncate": False},
+        "rope_parameters": YARN | {"truncate": False},
     },
     "deepseek_v2": {
         "num_key_value_heads": 4,
@@ -176,7 +176,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "routed_scaling_factor": 1.7,
         "attention_bias": True,
-        "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
+        "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
     },
     "glm4_moe": {
         "head_dim": 16,

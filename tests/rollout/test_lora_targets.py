@@ -92,6 +92,9 @@ VARIETIES: list[tuple[str, dict[str, Any]]] = [
         {"target_modules": ["o_proj"], "target_parameters": ["mlp.gate.weight"], "alpha_pattern": {"gate.weight": 40}},
     ),
     ("olmoe", {"target_modules": "all-linear"}),
+    # Indexers, too, which choose every key whatever is over them: in fused layers, and in such as are not.
+    ("deepseek_v32", {"target_modules": "all-linear"}),
+    ("axk2", {"target_modules": "all-linear"}),
     ("gpt_oss", {"target_modules": ["q_proj"], "bias": "all"}),
     ("mistral", {"target_modules": ["q_proj", "embed_tokens"], "init_lora_weights": "mica"}),
     (

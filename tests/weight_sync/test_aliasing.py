@@ -315,7 +315,7 @@ def saved_model(family: str) -> PreTrainedModel:
     return make_model(family)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma4"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma4", "deepseek_v32"])
 @pytest.mark.parametrize("shard", ["1GB", "50KB"])
 def test_from_pretrained(family, shard, tmp_path):
     model = saved_model(family)

@@ -27,7 +27,9 @@ from stoker.weight_sync.source import source_for
 # -- another dtype ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral", "deepseek_v3", "gemma4", "llama4"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma2", "mixtral", "deepseek_v3", "deepseek_v32", "gemma4", "llama4"]
+)
 def test_the_engine_runs_a_cast_of_the_model(family, tmp_path):
     """In bfloat16 its log-probabilities are those of the cast model, buffers and kept parameters as they are."""
     model = make_model(family)

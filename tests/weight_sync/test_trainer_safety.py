@@ -37,11 +37,11 @@ def model() -> PreTrainedModel:
     return make_model("llama")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral", "llama4", "gemma4+experts"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral", "llama4", "gemma4+experts", "deepseek_v32"])
 def test_rollouts_write_to_nothing_of_the_trainer(family):
     model = make_model(family)
     model.train()
-    model.model.layers[0].self_attn.q_proj.weight.requires_grad_(False)
+    model.model.layers[0].self_attn.o_proj.weight.requires_grad_(False)
     calls = []
     model.model.register_forward_hook(lambda *_: calls.append(1))
     model.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
