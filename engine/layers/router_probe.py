@@ -128,9 +128,9 @@ def probes(
 
     step = 8.0 / 2 ** (count - 1).bit_length()  # so that bf16 holds each number exactly
     near, low, far = step * shuffled() - 4.0, step * shuffled() - 20.0, -128.0 - shuffled()
-    # Low: scores near zero, where an epsilon shows. Far: different logits whose probabilities are all zero. Its negative: logits
-    # whose sigmoid is one for all.
-    logits = torch.cat([near, low, far.where(far < -128.0, 0.0), -far])
+    # Near each other: a group's largest probability does not outweigh the sum of two. Low: scores near zero, where an epsilon
+    # shows. Far: different logits whose probabilities are all zero. Its negative: logits whose sigmoid is one for all.
+    logits = torch.cat([near, near / 8, low, far.where(far < -128.0, 0.0), -far])
     biases = {name: shuffled()[0] / count for name in parts.biases}
     # With factors other than one, logits have more digits than half precision: this shows whether they are rounded.
     of_others = 1 + torch.randint(1024, (count,), generator=generator, device="cpu") / 1024

@@ -116,6 +116,11 @@ CHOICES: dict[str, tuple[Choice, int, tuple[str, ...]]] = {
     ),
     "laguna": (Choice(per_token=2, score="sigmoid", normalise=True), 2, ("wide_scores",)),
     "gemma4+experts": (_MIXTRAL, 4, ("wide_weights",)),
+    "mistral_large4+images": (
+        replace(_DEEPSEEK_V3, score="softmax", eps=0.0),
+        3,
+        ("wide_logits", "wide_weights"),
+    ),
 }
 WITH_SHARED = {
     "deepseek_v2",
@@ -127,6 +132,7 @@ WITH_SHARED = {
     "nemotron_h",
     "afmoe",
     "laguna",
+    "mistral_large4+images",
 }
 GATED = {"qwen3_next", "qwen3_5_moe"}
 # Bias of the logits, correction of the ranks, or gain of the weights.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from family_fields import WINDOW, YARN, rope
+from family_fields import VISION, WINDOW, YARN, rope
 
 KEPT = 64
 
@@ -73,5 +73,15 @@ INDEXED: dict[str, dict[str, Any]] = {
         "index_block_size": 8,
         "index_topk_blocks": KEPT // 8,
         "swiglu_limit": 1.0,
+    },
+    # Its last two layers attend to keys that are projected from the first two's latent vectors.
+    "mistral_large4+images": _INDEXED
+    | {
+        "num_hidden_layers": 4,
+        "no_rope_layers": [1, 0, 1, 0],
+        "kv_source_layers": [0, 1, 0, 1],
+        "indexer_types": ["full", "full", "shared", "full"],
+        "rope_parameters": YARN | {"attention_factor": 1.0},
+        "vision_config": VISION | {"num_hidden_layers": 1, "head_dim": 8},
     },
 }
