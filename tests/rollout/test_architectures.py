@@ -62,6 +62,7 @@ _INKLING = {
     "rel_extent": 32,
     "unpadded_vocab_size": 128,
 }
+_TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _MAMBA = {"layers_block_type": ["mamba", "hybrid", "mamba"], "num_hidden_layers": 3}
 # For types that need names of their own, or would be large without.
 _OWN: dict[str, dict[str, Any]] = {
@@ -106,6 +107,11 @@ _OWN: dict[str, dict[str, Any]] = {
         "ssm_state_size": 16,
         "n_groups": 2,
         "moe_shared_expert_intermediate_size": 32,
+    },
+    "phi4_multimodal": {
+        "vision_config": _TOWER | {"image_size": 28, "crop_size": 28, "patch_size": 14},
+        "audio_config": _TOWER
+        | {"num_blocks": 1, "ext_pw_out_channel": 32, "nemo_conv_channels": 32, "depthwise_separable_out_channel": 32},
     },
     "qwen4_exp_text": _DELTA_RULE
     | {f"indexer_{n}": s for n, s in {"n_heads": 2, "kv_heads": 1, "head_dim": 16, "budget": 64}.items()}

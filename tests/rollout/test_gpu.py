@@ -36,6 +36,7 @@ def prompts() -> list[list[int]]:
     "family",
     [
         *FAMILIES,
+        "deepseek_v32",
         "qwen3_5",
         "bamba",
         "falcon_h1",

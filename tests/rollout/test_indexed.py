@@ -78,7 +78,7 @@ def test_exact_up_to_what_indexers_keep_and_refused_beyond(family: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_adapters_of_an_indexer_leave_a_step_as_it_is() -> None:
     """No hook is put where nothing is called."""
-    model = with_lora(make_model("deepseek_v32"), target_modules="all-linear")
+    model = with_lora(make_model("deepseek_v32"), target_modules=["wq_b", "wk", "weights_proj", "kv_b_proj"])
     with RolloutEngine(model, config=CONFIG) as engine:
         assert_like_hugging_face(engine, model)
         assert not engine._binding.shell.lora.has_hooks
