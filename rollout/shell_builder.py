@@ -51,7 +51,7 @@ class ShellBuilder:
         with runtime_for(source.device).chosen():  # comparing layers with their fused form launches kernels
             modules = dict(shell.module.named_modules())
             take_over_experts(shell.module, ops)
-            options = self._max_loras, self._max_lora_rank, source.device, shell.beside_text
+            options = self._max_loras, self._max_lora_rank, source.device, shell.beside_text, shell.indexed.paths
             shell.lora = LoraLayers(shell.module, ops, *options)
             groups = fusion_groups(shell)
             wholes = source.rehome(groups)

@@ -128,8 +128,12 @@ class LoraLayers:
         max_rank: int,
         device: torch.device,
         beside: Sequence[str],
+        idle: Sequence[str],
     ) -> None:
-        """module: the shell's, before any of its layers is replaced. beside: paths of modules that no text goes through."""
+        """module: the shell's, before any of its layers is replaced. beside: paths of modules that no text goes through.
+
+        idle: paths of modules that compute nothing.
+        """
         self.ops = ops
         self.max_rank = max_rank
         self.num_slots = num_slots
@@ -146,6 +150,7 @@ class LoraLayers:
         self._blocks: list[PointerBlock] = []
         self._modules: dict[str, Any] = dict(module.named_modules())
         self._beside = beside
+        self._idle = {name for name in self._modules if any(_at_or_below(name, path) for path in idle)}
         self._fused: set[str] = set()
         self._adapted: dict[str, tuple[Adapted, int]] = {}  # by module, or by 3-D parameter of experts
         self._replacements = Replacements(self._modules, device)
@@ -185,8 +190,9 @@ class LoraLayers:
             self._adapted |= {linear: (group, index) for index, linear in enumerate(paths)}
 
     def _links(self, adapter: AdapterWeights) -> Iterator[AdapterWeights]:
-        """The links of an adapter, without what only images go through (a multimodal model's vision tower)."""
+        """The links of an adapter, without what is idle, and what only images go through (a multimodal model's vision tower)."""
         for link in adapter.links:
+            link = link.where(lambda path: path not in self._idle) if self._idle else link
             yield link.where(lambda path: not self._is_beside(path)) if self._beside else link
 
     def _is_beside(self, path: str) -> bool:
@@ -249,8 +255,6 @@ class LoraLayers:
         chains: dict[str, list[LoraWeights]] = {}
         for link in links:
             for path in dict.fromkeys((*link.linears, *link.biases)):
-                if path in self._fused and path not in self._adapted:
-                    continue  # nothing runs it: it is an indexer's
                 if is_linear(self._modules[path]) or isinstance(self._modules[path], nn.Embedding):
                     chains.setdefault(path, []).append(self.complete(path, link))
             for key in dict.fromkeys(map(projection_of, link.experts)):

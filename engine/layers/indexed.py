@@ -45,9 +45,11 @@ class IndexedLayers:
 
     def __init__(self, module: nn.Module) -> None:
         self._trying = False
-        for attention in module.modules():
-            for indexer in attention.children():
+        self.paths: list[str] = []  # of indexers
+        for path, attention in module.named_modules():
+            for name, indexer in attention.named_children():
                 if _counts(indexer):
+                    self.paths.append(f"{path}.{name}")
                     vars(indexer)["forward"] = partial(self._choose, indexer)
                     attention.register_forward_pre_hook(_give_mask, with_kwargs=True)
 

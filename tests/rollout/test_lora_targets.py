@@ -95,6 +95,8 @@ VARIETIES: list[tuple[str, dict[str, Any]]] = [
     # Indexers, too, which choose every key whatever is over them: in fused layers, and in such as are not.
     ("deepseek_v32", {"target_modules": "all-linear"}),
     ("axk2", {"target_modules": "all-linear"}),
+    ("deepseek_v32", {"target_modules": ["o_proj"], "modules_to_save": ["k_norm"]}),
+    ("axk2", {"target_modules": ["o_proj"], "modules_to_save": ["indexer"]}),
     ("gpt_oss", {"target_modules": ["q_proj"], "bias": "all"}),
     ("mistral", {"target_modules": ["q_proj", "embed_tokens"], "init_lora_weights": "mica"}),
     (
