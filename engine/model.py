@@ -185,6 +185,10 @@ class ModelShell:
             raise UnsupportedModelError(
                 f"{name} does not run in the engine ({cause}): use model.generate for it"
             ) from error
+        if not probe.attended.keys() | probe.states.keys() <= {*range(self.num_layers)}:
+            raise UnsupportedModelError(
+                f"{name} has attention, or a state, that belongs to none of its {self.num_layers} layers: use model.generate for it"
+            )
         shapes = probe.shapes(self.num_layers)
         self.same_keys = {i: shape.same_as for i, shape in enumerate(shapes) if shape.same_as is not None}
         check_masks(name, probe, self.max_model_len, self.device)
