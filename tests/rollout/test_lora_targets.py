@@ -31,6 +31,7 @@ from peft import PeftModel
 
 from stoker.rollout import LIVE, RolloutEngine, UnsupportedModelError
 
+OF_LAYERS = ["per_layer_model_projection", "embed_tokens_per_layer"]
 LLAMA4_EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 VARIETIES: list[tuple[str, dict[str, Any]]] = [
@@ -72,10 +73,7 @@ VARIETIES: list[tuple[str, dict[str, Any]]] = [
     ("llama4", {"target_modules": ["o_proj"], "target_parameters": LLAMA4_EXPERTS}),
     ("llama4", {"target_modules": [], "target_parameters": LLAMA4_EXPERTS[1:], "r": 7}),
     ("gemma4", {"target_modules": "all-linear"}),
-    (
-        "gemma4",
-        {"target_modules": ["per_layer_model_projection", "embed_tokens_per_layer", "k_proj"], "use_dora": True},
-    ),
+    ("gemma4", {"target_modules": [*OF_LAYERS, "k_proj"], "use_dora": True}),
     ("deepseek_v3", {"target_modules": ["q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"], "use_dora": True}),
     ("deepseek_v2", {"target_modules": ["kv_b_proj", "shared_experts.down_proj"]}),
     (
@@ -91,10 +89,8 @@ VARIETIES: list[tuple[str, dict[str, Any]]] = [
         "qwen3_moe",
         {"target_modules": ["o_proj"], "target_parameters": ["mlp.gate.weight"], "alpha_pattern": {"gate.weight": 40}},
     ),
-    ("olmoe", {"target_modules": "all-linear"}),
-    # Indexers, too, which choose every key whatever is over them: in fused layers, and in such as are not.
-    ("deepseek_v32", {"target_modules": "all-linear"}),
-    ("axk2", {"target_modules": "all-linear"}),
+    # The latter two have indexers, which choose every key whatever is over them: in fused layers, and in such as are not.
+    *((family, {"target_modules": "all-linear"}) for family in ("olmoe", "deepseek_v32", "axk2")),
     ("deepseek_v32", {"target_modules": ["o_proj"], "modules_to_save": ["k_norm"]}),
     ("axk2", {"target_modules": ["o_proj"], "modules_to_save": ["indexer"]}),
     ("gpt_oss", {"target_modules": ["q_proj"], "bias": "all"}),
