@@ -171,7 +171,12 @@ class ShapeProbe:
         return x
 
     def _found(self, layer: int, state: StateShape) -> None:
-        self.states.setdefault(layer, []).append(state)
+        states = self.states.setdefault(layer, [])
+        if any(state.operation == other.operation for other in states):
+            raise UnsupportedModelError(
+                f"layer {layer} moves a state on more than once, and the cache holds one a sequence"
+            )
+        states.append(state)
 
 
 @cache

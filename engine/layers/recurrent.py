@@ -12,15 +12,17 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stoker.engine.adapters.checks import is_linear, not_run_alone, states_of
+from stoker.engine.adapters.checks import is_linear, not_run_alone
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.adapter_weights import AdapterWeights
 
 _CONVOLUTION = "causal_conv1d_fn"
 _ANY_STEP = (0.0, float("inf"))
+_READ = "dt_proj"  # Mamba's linear that is not called with tokens
 
 
 class RecurrentLayers:
@@ -28,24 +30,25 @@ class RecurrentLayers:
 
     def __init__(self, module: nn.Module) -> None:
         self.context: Any = None  # of the step under way; not kept any longer, as it has tensors of the KV cache
-        self._module = module
         self._mixers: list[str] = []  # paths of those
+        self._called: set[str] = set()  # paths of linears in them
         for path, mixer in module.named_modules():
             forward = inspect.unwrap(type(mixer).forward)
             if isinstance(forward, FunctionType) and _CONVOLUTION in forward.__code__.co_names:
                 functions = _Functions(self, mixer.layer_idx)
                 mixer.forward = functions.called_by(forward).__get__(mixer)
                 self._mixers.append(path)
+                linears = (name for name, part in mixer.named_modules() if is_linear(part) and name != _READ)
+                self._called |= {f"{path}.{name}" for name in linears}
 
     def check(self, name: str, adapter: AdapterWeights) -> None:
         """Raise ``UnsupportedModelError`` where an adapter has its own copy of a module with a state, or of its parts.
 
         The state cannot be moved on twice. Only linears among its parts are called with tokens; the others are just read.
         """
-        modules = dict(self._module.named_modules()) if self._mixers else {}
-        for path in (path for link in adapter.links for path in states_of(link, modules)):
-            linear = is_linear(modules.get(path))
-            if not linear and any(f"{m}.".startswith(f"{path}.") or path.startswith(f"{m}.") for m in self._mixers):
+        for path in (path for link in adapter.links for path in (*link.saved, *link.biases)):
+            part = any(f"{m}.".startswith(f"{path}.") or path.startswith(f"{m}.") for m in self._mixers)
+            if part and path not in self._called:
                 raise not_run_alone(name, path)
 
     @contextmanager
@@ -139,7 +142,11 @@ class _Functions:
         """Of Mamba, whose channels are the rows of one head. hidden_states, dt, z: [1, channels, T]; A: [channels, state]; B, C:
         [1, state, T]; D, delta_bias: [channels]."""
         assert delta_softplus
-        x, steps, of_input, of_output = (t[0].T.unsqueeze(1).contiguous() for t in (hidden_states, dt, B, C))
+        # Copies even of what lies right: D and the bias, which are read while the launch before may still run, were just made.
+        whole = torch.contiguous_format
+        x, steps, of_input, of_output = (
+            t[0].T.unsqueeze(1).clone(memory_format=whole) for t in (hidden_states, dt, B, C)
+        )
         skip, bias = (None if t is None else t[None] for t in (D, delta_bias))
         options = {"dt_bias": bias, "dt_limit": _ANY_STEP}
         out: Tensor = self.layers.context.scan(self.layer, x, steps, A[None], of_input, of_output, skip, **options)

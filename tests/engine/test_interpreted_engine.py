@@ -16,6 +16,7 @@ from tokenizer_kinds import tokenizer
 from torch import Tensor
 
 from stoker.engine.device import CpuRuntime
+from stoker.engine.layers import fused_layers
 from stoker.kernels.errors import InvalidConfigError, UnsupportedModelError
 from stoker.kernels.lora import tiles as lora_tiles
 from stoker.kernels.lora.tiles import tiles_by_slot
@@ -139,6 +140,19 @@ def test_with_the_kernels_of_a_gpu_layers_with_states_or_experts_give_what_the_p
         (c,) = output.completions
         logprobs = oracle.logprobs(make_model(family, **sizes), output.prompt_token_ids, c.token_ids)
         torch.testing.assert_close(torch.tensor(c.logprobs).double(), logprobs, rtol=0, atol=1e-4)
+
+
+def test_what_a_layer_of_its_own_code_just_made_is_not_read_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mamba's D and bias in fp32, in a step of one row, whose other inputs lie right. Every test here is watched for that."""
+    monkeypatch.setattr(fused_layers, "structure_of", lambda layer: None)
+    model = make_model("mamba", num_hidden_layers=1).bfloat16()
+    params = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
+    found = []
+    for ops, runtime in ((REFERENCE, CpuRuntime), (TRITON, PretendDevice)):
+        with build(model, ops=ops, runtime=runtime, decode_window=1) as engine:
+            assert engine.stats().fused_layers == 0
+            found.append(results(engine.generate_batch([[5]], params)))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("ops", [TRITON, CPU], ids=["triton", "cpu"])

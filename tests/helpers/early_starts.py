@@ -88,10 +88,10 @@ class _Launch:
 
 @cache
 def _about(func: Any) -> tuple[str, bool, list[int]]:
-    """Of an operation of torch: its name, whether it launches something, and the numbers of the arguments that it writes to."""
+    """Of an operation of torch: its name, whether it may launch something, and the numbers of the arguments that it writes to."""
     name, arguments = func.overloadpacket.__name__, enumerate(func._schema.arguments)
     writes = [number for number, each in arguments if each.alias_info is not None and each.alias_info.is_write]
-    return name, not func.is_view and name not in _NO_LAUNCHES, writes
+    return name, name not in _NO_LAUNCHES, writes
 
 
 def _within(addresses: NDArray[np.int64], tensors: Sequence[Tensor]) -> bool:
@@ -185,10 +185,10 @@ def early_starts() -> Iterator[Found]:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **kwargs or {})
             name, launched, writes = _about(func)
-            if func.is_view:
-                return out
             before, after = tensors_in((args, kwargs)), tensors_in(out)
             known = {_storage(each) for each in before}
+            if func.is_view and all(_storage(each) in known for each in after):  # others copied: ``to`` may, say
+                return out
             made.update((number, launches[0]) for number in map(_storage, after) if number not in known)
             poison = name == "fill_" and isinstance(args[1], float) and args[1] != args[1]  # of tests
             if running or not launched or poison:

@@ -126,4 +126,10 @@ WITHOUT_ATTENTION = {"mamba", "falcon_mamba", "mamba2"}
 REFUSED: dict[str, dict[str, Any]] = {
     "minimax": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "recurrent_gemma": {},
+    "zamba": {  # a state for each of a layer's heads, which are scanned one after the other
+        "num_hidden_layers": 2,
+        "layers_block_type": ["mamba", "mamba"],
+        "num_key_value_heads": 4,
+        "mamba_dt_rank": 5,
+    },
 }

@@ -213,4 +213,4 @@ def test_norms_that_stay_in_fp32_under_fp16(how, tmp_path):
 @pytest.mark.parametrize("family", REFUSED)
 def test_states_that_the_engine_does_not_know_are_refused(family):
     with pytest.raises(UnsupportedModelError, match="use model.generate for "):
-        RolloutEngine(make_model(family), config=EngineConfig(kv_cache_memory="1MiB"))
+        RolloutEngine(make_model(family), config=EngineConfig(kv_cache_memory="1MiB", max_num_seqs=4))

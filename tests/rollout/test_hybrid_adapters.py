@@ -112,6 +112,27 @@ def test_modules_of_a_layer_that_are_saved_whole(tmp_path: Path) -> None:
             step(model)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_biases_of_linears_are_an_adapter_s_own(tmp_path: Path) -> None:
+    model, other = (peft_model("lfm2", s, target_modules=["in_proj", "out_proj"], bias="lora_only") for s in (1, 2))
+    other.save_pretrained(tmp_path)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        engine.load_adapter("folder", tmp_path)
+        assert_like_peft(engine, model, ["default", "folder"] * 2, others={"folder": other})
+
+
+@pytest.mark.parametrize("options", [{"modules_to_save": ["dt_proj"]}, {"bias": "lora_only"}], ids=str)
+@pytest.mark.usefixtures("layers_as_they_are")
+def test_a_linear_that_is_only_read_cannot_be_an_adapter_s_own(options: dict[str, Any], tmp_path: Path) -> None:
+    targets = ["in_proj"] if "modules_to_save" in options else ["in_proj", "dt_proj"]
+    peft_model("mamba", target_modules=targets, **options).save_pretrained(tmp_path)
+    with (
+        RolloutEngine(make_model("mamba"), config=OPEN) as engine,
+        pytest.raises(UnsupportedModelError, match=r"saves backbone\.layers\.0\.mixer\.dt_proj.*not run as a module"),
+    ):
+        engine.load_adapter("folder", tmp_path)
+
+
 @pytest.mark.usefixtures("layers_as_they_are")
 def test_norms_of_heads_that_are_saved_whole() -> None:
     """As many tokens as heads in a step: rows are told apart by the token, and not by the head."""
