@@ -32,6 +32,13 @@ def form_of(engine: RolloutEngine) -> list[Any]:
     return [[getattr(mixer, name, None) for name in names] for mixer in mixers] + norms
 
 
+@pytest.mark.parametrize(("family", "rounded"), [("kimi_linear", False), ("bailing_hybrid", True)])
+def test_in_half_precision_a_decay_is_rounded_where_the_layer_rounds_its_own(family: str, rounded: bool) -> None:
+    with RolloutEngine(make_model(family).bfloat16(), config=CONFIG) as engine:
+        mixers: list[Any] = [layer.branches[0] for layer in fused_layers(engine)]
+        assert [getattr(m.mixer, "rounded", None) for m in mixers] == [rounded, None, rounded]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["hunyuan_v1_dense", "llama", "cohere2", "qwen3_5", "granite", "gemma4"])
 def test_weights_that_hide_what_a_layer_does(family: str, dtype: torch.dtype) -> None:

@@ -155,6 +155,7 @@ def test_what_makes_kimi_s_decay(family: str, dtype: torch.dtype) -> None:
     a = x.repeat(1, heads * dim // x.shape[1]).view(7, heads, dim)
     for ops in (REFERENCE, TRITON):
         decay, _ = ops.delta_gates(a, b, gate.A_log, gate.dt_bias, rounded=wanted.dtype == dtype, **how)
+        assert torch.equal(decay, decay.to(wanted.dtype).float())
         assert_close(decay.to(wanted.dtype), wanted.double(), wanted.dtype)
         assert (decay.to(wanted.dtype) == wanted).float().mean() > (0.98 if wanted.dtype != torch.float32 else 0.0)
 

@@ -10,11 +10,11 @@ import oracle
 import pytest
 import scored
 import torch
-from hybrids import CONFIG, PROMPTS, assert_like_plain, draw, make_model
+from hybrids import CONFIG, PARAMS, PROMPTS, assert_like_plain, draw, make_model
 from small_engine import EOS, TEXT_VOCAB, encode, tokenizer
 from transformers import PreTrainedModel
 
-from stoker.rollout import EngineConfig, RolloutEngine, RolloutOutput, SamplingParams
+from stoker.rollout import EngineConfig, InvalidConfigError, RolloutEngine, RolloutOutput, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
@@ -30,6 +30,18 @@ def border(length: int) -> int:
 
 def ids(output: RolloutOutput) -> list[list[int]]:
     return [c.token_ids for c in output.completions]
+
+
+def test_states_alone_may_take_all_the_memory_there_is() -> None:
+    """Where no layer attends, tokens take none."""
+    model = make_model("mamba")
+    with RolloutEngine(model, config=CONFIG) as engine:
+        states = engine.stats().recurrent_state_bytes
+    with pytest.raises(InvalidConfigError, match=f"the states of max_num_seqs=8 sequences take {states}"):
+        RolloutEngine(model, config=replace(CONFIG, kv_cache_memory=states - 1))
+    with RolloutEngine(model, config=replace(CONFIG, kv_cache_memory=states)) as engine:
+        assert_like_plain(engine.generate_batch(PROMPTS, PARAMS), model)
+        assert engine.stats().kv_cache_bytes == states
 
 
 # -- groups ---------------------------------------------------------------------------------------------------------------

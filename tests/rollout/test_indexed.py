@@ -14,6 +14,7 @@ from indexed_fields import INDEXED, KEPT
 from small_training import train
 from transformers import PreTrainedModel
 
+from stoker.engine.layers import fused_layers
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
@@ -73,6 +74,20 @@ def test_exact_up_to_what_indexers_keep_and_refused_beyond(family: str) -> None:
         stats = engine.stats()
     of_known_structure = family in ("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl")
     assert stats.fused_layers == (stats.num_layers if of_known_structure else 0)
+
+
+def test_a_layer_of_its_own_code_takes_what_a_fused_one_hands_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third layer wants the choice of the second one's indexer."""
+    structure_of = fused_layers.structure_of
+
+    def of_others(layer: Any) -> Any:
+        return None if layer.self_attn.layer_idx == 2 else structure_of(layer)
+
+    monkeypatch.setattr(fused_layers, "structure_of", of_others)
+    model = indexed_model("glm_moe_dsa")
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert_like_hugging_face(engine, model)
+        assert engine.stats().fused_layers == engine.stats().num_layers - 1
 
 
 @pytest.mark.filterwarnings("ignore")
