@@ -119,7 +119,7 @@ class LatentAttention:
         heads, cos_sin = (query, key_value, key_rotary), (cos, sin) if self.rotary else None
         out: Tensor = context.attend_latent(self.layer, *heads, cos_sin, **rotation, **self.options)
         if gate:
-            out = out * gate[0].float().sigmoid().to(out.dtype).unsqueeze(-1)
+            out = out * gate[0].sigmoid().unsqueeze(-1)
         return out.flatten(1)
 
 
