@@ -15,6 +15,9 @@ from stoker.rollout.config import EngineConfig
 
 _log = logging.getLogger("stoker")
 _SHARE_OF_FREE_MEMORY = 0.3  # for an "auto" KV cache: the trainer's activations and gradients are still to come
+_MOST_COUNTED = (
+    2**20
+)  # blocks of models without attention, which take nothing but some 70 bytes each of the host's memory
 
 
 def max_model_len(config: EngineConfig, binding: ModelBinding) -> int:
@@ -85,8 +88,10 @@ def kv_cache(config: EngineConfig, binding: ModelBinding, runtime: Runtime, mode
     most = ((config.max_num_seqs - 1) * decoding + prompt + 1) * layout.span
 
     def blocks_in(memory: int) -> int:
-        """Without attention in any layer, blocks only count tokens, and take nothing."""
-        return (memory - state_bytes) // block_bytes if block_bytes else most * (memory >= state_bytes)
+        """Without attention in any layer, blocks only count tokens, and take nothing but the host's memory."""
+        if block_bytes:
+            return (memory - state_bytes) // block_bytes
+        return min(most, _MOST_COUNTED) * (memory >= state_bytes)
 
     if config.kv_cache_memory == "auto":
         num_blocks = max(least, min(most, blocks_in(_budget(config, binding, runtime, model_len))))

@@ -42,6 +42,9 @@ def test_states_alone_may_take_all_the_memory_there_is() -> None:
     with RolloutEngine(model, config=replace(CONFIG, kv_cache_memory=states)) as engine:
         assert_like_plain(engine.generate_batch(PROMPTS, PARAMS), model)
         assert engine.stats().kv_cache_bytes == states
+    config = replace(CONFIG, max_num_seqs=64, max_model_len=10**6)  # of whose blocks the host holds a list
+    with RolloutEngine(make_model("mamba", max_position_embeddings=10**6), config=config) as engine:
+        assert engine.stats().num_kv_blocks < 2**20
 
 
 # -- groups ---------------------------------------------------------------------------------------------------------------
