@@ -12,11 +12,10 @@ from uuid import uuid4
 
 from stoker.integrations.image_urls import as_data
 from stoker.integrations.json_schemas import pattern_of
-from stoker.kernels.errors import InvalidRequestError
+from stoker.kernels.errors import InvalidRequestError, PromptTooLongError
 from stoker.rollout import RolloutEngine, SamplingParams
 from stoker.rollout.adapters import AdapterChoice
 from stoker.rollout.prompts import read_chat, read_prompts, tokenizer_of
-from stoker.rollout.requests import PromptTooLongError
 from stoker.rollout.user_values import shown
 
 _SAMPLING = (

@@ -38,6 +38,7 @@ from stoker.kernels.errors import (
     EngineStateError,
     InvalidConfigError,
     InvalidRequestError,
+    PromptTooLongError,
     RequestFailedError,
     StokerError,
     UnsupportedModelError,
@@ -46,7 +47,6 @@ from stoker.kernels.errors import (
 )
 from stoker.rollout import LIVE, RolloutEngine, RolloutHandle, RolloutOutput
 from stoker.rollout.adapters import AdapterChoice
-from stoker.rollout.requests import PromptTooLongError
 from stoker.rollout.user_values import shown
 
 _STATUS: tuple[tuple[type[StokerError], int], ...] = (  # the first one that fits counts

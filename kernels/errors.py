@@ -20,6 +20,10 @@ class InvalidRequestError(StokerError, ValueError):
     """A prompt or a sampling parameter that cannot be served; no request of the call has been started."""
 
 
+class PromptTooLongError(InvalidRequestError):
+    """A prompt that leaves no room for a completion under ``max_model_len``."""
+
+
 class UnsupportedModelError(StokerError, ValueError):
     """A model whose architecture, wrapper or dtype this engine does not run."""
 

@@ -20,7 +20,13 @@ from stoker.engine.images.inputs import ImageInputs
 from stoker.engine.request import Adapter, Request, SamplingSpec
 from stoker.engine.request_scores import Scoring, Variant
 from stoker.engine.sampler import LOGPROBS_MODES
-from stoker.kernels.errors import InvalidRequestError, RequestFailedError, StokerError, UnsupportedModelError
+from stoker.kernels.errors import (
+    InvalidRequestError,
+    PromptTooLongError,
+    RequestFailedError,
+    StokerError,
+    UnsupportedModelError,
+)
 from stoker.rollout.constraints import ConstraintMaker
 from stoker.rollout.outputs import Completion, RolloutBatch, RolloutOutput, TokenLogprobs
 from stoker.rollout.prompts import Read, check_ids, read_prompts
@@ -68,10 +74,6 @@ def read_sequences(
     if len(starts) != len(read):
         raise InvalidRequestError(f"{len(starts)} starts for {len(read)} sequences: give one, or one per sequence")
     return read, as_ints(starts)
-
-
-class PromptTooLongError(InvalidRequestError):
-    """A prompt that leaves no room for a completion under ``max_model_len``."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,7 +17,7 @@ _log = logging.getLogger("stoker")
 _SHARE_OF_FREE_MEMORY = 0.3  # for an "auto" KV cache: the trainer's activations and gradients are still to come
 _MOST_COUNTED = (
     2**20
-)  # blocks of models without attention, which take nothing but some 70 bytes each of the host's memory
+)  # blocks of models without attention, which take nothing of the device; the host keeps a list of them
 
 
 def max_model_len(config: EngineConfig, binding: ModelBinding) -> int:
