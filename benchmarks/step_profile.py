@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ KINDS = {
 }
 
 
+@cache  # of many operations, few have different names
 def kind_of(name: str) -> str:
     lower = name.lower()
     return next((kind for kind, words in KINDS.items() if any(word in lower for word in words)), "other")

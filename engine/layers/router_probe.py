@@ -59,12 +59,23 @@ def router_rule_of(block: nn.Module, parts: MoeParts, likely: RouterRule | None)
             [] if likely is None else [likely.choice], _choices(block, first, len(given[parts.weight]))
         )
         entered = [x if entry is None else x * g[parts.scale or ""] * entry.factor for x, g in tried]
-        for choice, (bias, correction, gain) in itertools.product(choices, roles):
-            names = bias, correction, gain
-            routers = [
-                (x, given[parts.weight], *biases_of(given, names)) for x, (_, given) in zip(entered, tried, strict=True)
-            ]
-            if all(_same(router, choice, found) for router, found in zip(routers, seen, strict=True)):
+        routers = {
+            names: [(x, g[parts.weight], *biases_of(g, names)) for x, (_, g) in zip(entered, tried, strict=True)]
+            for names in roles
+        }
+        # Ways that choose other experts, as most do: whatever the weights, they need no second look.
+        others = set[Any]()
+        for choice, names in itertools.product(choices, roles):
+            chosen = replace(choice, normalise=False, eps=0.0, least=0.0, scale=1.0), names[:2]
+            if chosen in others:
+                continue
+            for router, found in zip(routers[names], seen, strict=True):
+                same_experts, same = _compared(router, choice, found)
+                if not same_experts:
+                    others.add(chosen)
+                if not same:
+                    break
+            else:
                 return RouterRule(choice, names, entry)
     return None
 
@@ -193,14 +204,16 @@ def _instead(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
             module.forward = before
 
 
-def _same(router: _Router, choice: Choice, theirs: tuple[Tensor, Tensor]) -> bool:
-    """Whether a choice gives the same experts with the same weights, in any order. theirs: ids and weights, [T, K]."""
+def _compared(router: _Router, choice: Choice, theirs: tuple[Tensor, Tensor]) -> tuple[bool, bool]:
+    """Whether a choice gives the same experts, in any order; and with the same weights. theirs: ids and weights, [T, K]."""
     try:
         mine = route(*router, choice)
     except RuntimeError:  # dtypes that do not go together
-        return False
+        return True, False
     (ids, places), (other, others) = (t[0].sort(dim=1) for t in (mine, theirs))
-    if ids.shape != other.shape or mine.weights.dtype != theirs[1].dtype or not torch.equal(ids, other):
-        return False
+    if not torch.equal(ids, other):
+        return False, False
+    if mine.weights.dtype != theirs[1].dtype:
+        return True, False
     weights, expected = mine.weights.gather(1, places).float(), theirs[1].gather(1, others).float()
-    return torch.allclose(weights, expected, rtol=_CLOSE.get(theirs[1].dtype, 0.0), atol=0.0, equal_nan=True)
+    return True, torch.allclose(weights, expected, rtol=_CLOSE.get(theirs[1].dtype, 0.0), atol=0.0, equal_nan=True)

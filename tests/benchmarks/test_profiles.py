@@ -42,11 +42,11 @@ def test_a_profile_s_steps_are_those_it_saw(
             traces.append(self)
 
     monkeypatch.setattr(step_profile, "profile", Kept)
-    found = list(step_profile.measure(spec.name, "cpu", [4, 2], 16, 12, adapters))
+    found = list(step_profile.measure(spec.name, "cpu", [4, 2], 16, 4, adapters))
     of_each = [0, adapters] if adapters else [0]
     assert [(each["batch"], each["adapters"]) for each in found] == [(batch, n) for batch in (4, 2) for n in of_each]
     for each, trace in zip(found, traces, strict=True):
-        assert each["steps"] == sum(event.name == "aten::embedding" for event in trace.events()) >= 12
+        assert each["steps"] == sum(event.name == "aten::embedding" for event in trace.events()) >= 4
         assert each["largest"].get("aten::embedding", {"count": 1})["count"] == 1
         assert sum(each["parts_us"].values()) == pytest.approx(each["step_us"], rel=0.02)
         assert any(name in line for name in each["largest"] for line in step_profile.table(each))

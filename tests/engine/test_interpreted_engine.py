@@ -9,7 +9,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from adapted import peft_model, state_dict
+from adapted import peft_model, state_dict, with_lora
 from families import make_model
 from pretend_device import STATIC, VOCAB, PretendDevice, bits, build, close, prompts, results
 from tokenizer_kinds import tokenizer
@@ -109,16 +109,13 @@ def test_with_the_kernels_of_a_gpu_a_pattern_is_followed_as_with_the_torch_opera
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [
-        *(
-            ("qwen3_5", {}),
-            ("lfm2", {}),
-            ("bamba", {}),
-            ("falcon_h1", {"num_hidden_layers": 1}),
-            ("nemotron_h", {}),
-            ("kimi_linear", {}),
-            ("jamba", {}),
-            ("mamba", {}),
-        ),
+        # Two layers with a state, of a family that attends and of one that does not; of others one layer of each kind.
+        *(("qwen3_5", {}), ("mamba", {"num_hidden_layers": 2})),
+        ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}),
+        *(("bamba", {"num_hidden_layers": 2}), ("falcon_h1", {"num_hidden_layers": 1})),
+        ("nemotron_h", {"num_hidden_layers": 3, "layers_block_type": ["mamba", "attention", "moe"]}),
+        ("kimi_linear", TWO_OF_KIMI | {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}),
+        ("jamba", {"num_hidden_layers": 2}),
         ("lfm3", THREE_OF_LFM3),
         ("glm4_moe", {"num_hidden_layers": 2}),
         ("qwen3_5_moe", {"num_hidden_layers": 1, "layer_types": ["full_attention"]}),
@@ -240,9 +237,9 @@ def test_others_are_deterministic_too(family: str, sizes: dict[str, Any]) -> Non
 
 def test_deterministic_bits_do_not_depend_on_the_adapters_of_others() -> None:
     """Also where what a layer adds to the residual is scaled."""
-    source = peft_model("granite")
+    source = with_lora(make_model("granite", num_hidden_layers=1))
     several, settings = few(2)
-    with build("granite", ops=DETERMINISTIC) as engine:
+    with build("granite", ops=DETERMINISTIC, num_layers=1) as engine:
         engine.load_adapter("a", (state_dict(source), source.peft_config["default"]))
         alone = bits(engine.generate_batch(several[1:], settings[1:2], adapter=None))
         beside = bits(engine.generate_batch(several, settings, adapter=["a", *[None] * len(several[1:])]))

@@ -59,7 +59,7 @@ def model_of(family: str) -> tuple[PreTrainedModel, dict[str, Any]]:
 def turns(engine: RolloutEngine) -> Iterator[list[Any]]:
     for turn in range(4):
         penalised = {} if turn == 3 else {"repetition_penalty": 1.0, "presence_penalty": 0.0}
-        settings = [replace(p, max_tokens=min(p.max_tokens, 13), **penalised) for p in params(9 + turn % 2)]
+        settings = [replace(p, max_tokens=min(p.max_tokens, 10), **penalised) for p in params(9 + turn % 2)]
         given = [p[:20] for p in prompts(9 + turn % 2)], settings
         yield sampled(engine.generate_batch(*given))
         if turn == 0:

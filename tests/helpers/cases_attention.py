@@ -10,6 +10,7 @@ import pytest
 import torch
 from paged_rows import TOLERANCE
 from torch import Tensor
+from triton_oracle import unwatched
 
 from stoker.kernels.attention.paged import attend
 from stoker.kernels.reference.attention import movable
@@ -144,6 +145,7 @@ class Paged:
         heads = self.heads.kv_heads * self.heads.group
         return torch.randn(heads, tokens, self.heads.key_dim, dtype=self.dtype).to(DEVICE).transpose(0, 1)
 
+    @unwatched
     def dense(
         self, query: Tensor, step: int = 0, spans: Sequence[tuple[int, int]] = (), **options: Any
     ) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton_oracle import DEVICE, assert_close, randn
+from triton_oracle import DEVICE, assert_close, randn, unwatched
 
 from stoker.kernels.reference.adapter_weights import LoraWeights
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
@@ -45,6 +45,7 @@ def make_table(
     return table
 
 
+@unwatched
 def dense(x: Tensor, out: Tensor, table: LoraTable, slots: Tensor) -> Tensor:
     """Token by token, in fp64."""
     expected, start = out.double(), 0

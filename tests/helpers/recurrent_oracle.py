@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from triton_oracle import DEVICE, assert_close, randn
+from triton_oracle import DEVICE, assert_close, randn, unwatched
 
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.recurrent import StateRows
@@ -205,6 +205,7 @@ STEPS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = dict(
 )
 
 
+@unwatched
 def expected(
     name: str, by_token: dict[str, Tensor], given: dict[str, Any], state: Tensor, rows: StateRows
 ) -> tuple[Tensor, Tensor]:

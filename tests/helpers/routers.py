@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton_oracle import DEVICE, randn
+from triton_oracle import DEVICE, randn, unwatched
 
 from stoker.kernels.reference.routing import Choice, Routing
 
@@ -94,6 +94,7 @@ def make_router(
     }
 
 
+@unwatched
 def expected_route(
     x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, gain: Tensor | None, choice: Choice
 ) -> tuple[Tensor, Tensor]:

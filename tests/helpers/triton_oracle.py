@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from stoker.kernels import launch
 
@@ -16,6 +18,20 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 # Largest error, relative to the largest value: a few roundings of the dtype.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+_P, _R = ParamSpec("_P"), TypeVar("_R")
+
+
+def unwatched(oracle: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Its operations are no device's: who watches those sees none of it, and nothing of it stands between two launches."""
+
+    @wraps(oracle)
+    def compute(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with _disable_current_modes():
+            return oracle(*args, **kwargs)
+
+    return compute
 
 
 def randn(*size: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:

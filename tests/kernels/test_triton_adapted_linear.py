@@ -231,18 +231,19 @@ def test_an_engine_whose_products_leave_room_has_the_log_probabilities_of_peft(
     pytest.importorskip("peft")
     compare_only(monkeypatch, way)
     from adapted import lora as lora_config
-    from adapted import peft_model, running, shake
+    from adapted import running, shake, with_lora
+    from families import make_model
     from pretend_device import build
 
     from stoker.rollout import SamplingParams
 
     times[way] = 1.0
-    model = peft_model(r=8)
+    model = with_lora(make_model("llama", num_hidden_layers=1), r=8)
     model.add_adapter("other", lora_config(r=16, lora_alpha=2, target_modules=["k_proj", "up_proj", "down_proj"]))
     shake(model, seed=2)
     names = ["default", "other", None, "default", None, "other"]
     prompts = [[5 + i, 6, 7] for i in range(len(names))]
-    with build(model, ops=replace(measured(), shared_from=None), decode_window=1, num_layers=1) as engine:
+    with build(model, ops=replace(measured(), shared_from=None), decode_window=1) as engine:
         settings = SamplingParams(seed=1, max_tokens=4, ignore_eos=True)
         batch = engine.generate_batch(prompts, settings, adapter=names)
         assert products.count(OF_WAY[way]) > 4 and engine.core.runner.has_graphs

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from families import experts_modules, make_model
 from family_fields import ROUTED
 from torch import Tensor
-from triton_oracle import DEVICE, DTYPES, assert_close, randn, unwritten_is_nan  # noqa: F401
+from triton_oracle import DEVICE, DTYPES, assert_close, randn, unwatched, unwritten_is_nan  # noqa: F401
 
 from stoker.engine.layers import experts as interface
 from stoker.kernels import grouping
@@ -64,6 +64,7 @@ def make_experts(
     }
 
 
+@unwatched
 def expected_experts(
     x: Tensor,
     expert_ids: Tensor,

@@ -1,6 +1,8 @@
 """Every supported family against the plain Hugging Face forward, under everything the scheduler does to a request."""
 
+from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import oracle
 import pytest
@@ -20,9 +22,9 @@ from stoker.rollout.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
-NEW_TOKENS = 16
+NEW_TOKENS = 12  # of which each request goes on through three ends of blocks
 BLOCK = 4
-BLOCKS = 20  # of 4 tokens: the longest request fills 14, all six would fill 50
+BLOCKS = 20  # of 4 tokens: the longest request fills 13, all six would fill 44
 
 
 PROMPTS = [draw(length, length) for length in (17, 40, 1, 28, 3, 9)]
@@ -48,22 +50,34 @@ def greedy_of(family: str) -> list[list[int]]:
     return oracle.greedy_each(model_of(family), PROMPTS, NEW_TOKENS, padded(family))
 
 
+CONFIG = EngineConfig(block_size=BLOCK, kv_cache_memory="8MiB", max_num_batched_tokens=16, max_num_seqs=8)
+BRANCH = PROMPTS[1][:30] + draw(99, 5)
+
+
+class Alone(NamedTuple):
+    """One request at a time, with room for all of them: what they give, how many tokens of earlier ones they began with."""
+
+    batches: list[RolloutBatch]
+    reused: int
+    block_bytes: int
+    state_bytes: int
+
+
 @cache
-def bytes_of(family: str) -> tuple[int, int]:
-    """What a block takes, and what the states of sequences do."""
-    with RolloutEngine(model_of(family), config=EngineConfig(block_size=BLOCK, kv_cache_memory="64MiB")) as probe:
-        stats = probe.stats()
-    return stats.kv_block_bytes, stats.recurrent_state_bytes
+def alone(family: str) -> Alone:
+    with RolloutEngine(model_of(family), config=CONFIG) as engine:
+        batches = [engine.generate_batch([prompt], GREEDY) for prompt in (PROMPTS[1], PROMPTS[1], BRANCH)]
+        stats = engine.stats()
+    return Alone(batches, stats.prefix_cache_hit_tokens, stats.kv_block_bytes, stats.recurrent_state_bytes)
 
 
-def crowded_engine(family: str, blocks: int = BLOCKS) -> RolloutEngine:
+def crowded_engine(family: str) -> RolloutEngine:
     """Prefill in chunks of at most 16 tokens, and a KV cache for under half of what the prompts need together."""
-    if blocks == BLOCKS and family.startswith("llama4"):
-        blocks = 12  # whose chunks leave much free: what they hide is given up
-    of_block, of_states = bytes_of(family)
-    memory = blocks * of_block + of_states
-    config = EngineConfig(block_size=BLOCK, kv_cache_memory=memory, max_num_batched_tokens=16)
-    return RolloutEngine(model_of(family), config=config)
+    blocks = 12 if family.startswith("llama4") else BLOCKS  # whose chunks leave much free: what they hide is given up
+    found = alone(family)
+    return RolloutEngine(
+        model_of(family), config=replace(CONFIG, kv_cache_memory=blocks * found.block_bytes + found.state_bytes)
+    )
 
 
 def tokens(batch: RolloutBatch) -> list[list[int]]:
@@ -76,7 +90,7 @@ def test_hugging_face_agrees_with_itself(family):
     """The oracle's own footing: its cached, its padded and its plain forward give the same tokens."""
     for prompt, completion in zip(PROMPTS, greedy_of(family), strict=True):
         assert oracle.logits(model_of(family), prompt, completion).argmax(-1).tolist() == completion
-    assert oracle.greedy(model_of(family), PROMPTS[1], NEW_TOKENS) == greedy_of(family)[1]
+    assert oracle.greedy(model_of(family), PROMPTS[1], 5) == greedy_of(family)[1][:5]
     # Llama 4's temperature tuning counts the padding as positions, and MiniMax's blocks of keys begin with it.
     if not family.startswith(("llama4", "minimax_m3")):
         assert padded(family) == greedy_of(family)
@@ -102,20 +116,14 @@ def test_greedy_tokens_are_those_of_generate(family):
 
 @pytest.mark.parametrize("family", [*FAMILIES, *INDEXED, *HYBRIDS])
 def test_a_prefix_hit_changes_nothing(family):
-    long = PROMPTS[1]
-    branch = long[:30] + draw(99, 5)
-    with crowded_engine(family, BLOCKS + 1) as engine:  # one request at a time, and nothing of it is put away
-        assert tokens(engine.generate_batch([long], GREEDY)) == [greedy_of(family)[1]]
-        assert engine.stats().prefix_cache_hit_tokens == 0
-        again = engine.generate_batch([long], GREEDY)
-        assert tokens(again) == [greedy_of(family)[1]]
-        assert again[0].cached_tokens >= len(long) - BLOCK
-        branched = engine.generate_batch([branch], GREEDY)
-        (found,) = tokens(branched)
-        assert found == oracle.greedy(model_of(family), branch, NEW_TOKENS, found)
-        # A state serves from where it was kept alone, and that is the end of the other prompt.
-        assert branched[0].cached_tokens == (0 if family in HYBRIDS else 30 // BLOCK * BLOCK)
-        assert engine.stats().prefix_cache_hit_tokens == again[0].cached_tokens + branched[0].cached_tokens
+    first, again, branched = alone(family).batches
+    assert tokens(first) == tokens(again) == [greedy_of(family)[1]]
+    assert first[0].cached_tokens == 0 and again[0].cached_tokens >= len(PROMPTS[1]) - BLOCK
+    (found,) = tokens(branched)
+    assert found == oracle.greedy(model_of(family), BRANCH, NEW_TOKENS, found)
+    # A state serves from where it was kept alone, and that is the end of the other prompt.
+    assert branched[0].cached_tokens == (0 if family in HYBRIDS else 30 // BLOCK * BLOCK)
+    assert alone(family).reused == again[0].cached_tokens + branched[0].cached_tokens
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *INDEXED, *HYBRIDS])

@@ -47,6 +47,7 @@ class Updated:
         patch.setattr(ExternalWeights, "receive", received)
         # A CPU's copies ask each tensor where it lies, and a kernel's remember it.
         patch.setattr(staging, "ops_for", lambda device: replace(TRITON, prepare_copies=planned))
+        patch.setattr(copies, "_PART_BYTES", 2**14)  # of which it takes as long to interpret as if it were full
         self.model = sender.trained(0)
         self.new = {name: torch.empty_like(p) for name, p in self.model.named_parameters()}
         self.engine = RolloutEngine(self.model, config=replace(sender.CONFIG, dtype=dtype))
@@ -64,6 +65,16 @@ class Updated:
         now = self.engine._binding.source.tensors()
         for name, tensor in expected.items():
             assert torch.equal(now[name].detach(), tensor.to(now[name].dtype)), name
+
+
+@pytest.fixture(autouse=True)
+def _plans_are_made_anew() -> Iterator[None]:
+    """Of parts as small as here, as no other test may find them."""
+    for known in (copies._plan, copies._owners):
+        known.cache_clear()
+    yield
+    for known in (copies._plan, copies._owners):
+        known.cache_clear()
 
 
 @contextmanager
