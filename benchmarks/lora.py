@@ -227,7 +227,7 @@ def swaps(model: PeftModel, scenario: Scenario, device: str) -> dict[str, Any]:
         for kind, names in {"swap live": ("0", "1"), "swap from host": ("a", "b")}.items():
             seconds = []
             for repeat in range(-2, 2 * scenario.repeats):
-                adapter = engine._adapters.resolve(names[repeat % 2], 1)[0]
+                adapter = engine._adapters.found([names[repeat % 2]])[0]
                 assert adapter is not None
                 adapter.slot = 1
                 took = ceilings.timed(lambda a=adapter: engine._adapters.place(a), device)  # type: ignore[misc]

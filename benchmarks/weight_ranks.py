@@ -19,6 +19,7 @@ from stoker.benchmarks import ceilings
 from stoker.benchmarks.footprint import Peak, keep_nothing
 from stoker.benchmarks.gate import GateError
 from stoker.benchmarks.workloads import ModelSpec
+from stoker.kernels.collectives import all_gather
 from stoker.rollout import EngineConfig, RolloutEngine
 from stoker.weight_sync import gather
 from stoker.weight_sync.checksum import checksums
@@ -132,7 +133,7 @@ def hold_shards(
         rounds = []
         for _ in range(5):
             dist.barrier()
-            four = ceilings.seconds(lambda: [gather.all_gather(whole, share) for _ in range(4)], device)
+            four = ceilings.seconds(lambda: [all_gather(whole, share) for _ in range(4)], device)
             rounds.append(four / 4)
         if rank == 0:
             connection.send(

@@ -9,5 +9,6 @@ Begin with ``core``: a step is ``scheduler.plan()``, ``inputs.fill(plan)``, ``ru
   ``module_settings`` notices settings that change.
 - From logits to results: ``sampler``, ``constraints``, ``scorer``.
 - LoRA: ``adapters``. Prompts with images: ``images``.
+- Ranks that run one model together: ``parallel``.
 - The device: ``device``, ``virtual_memory``. The Python interpreter: ``frames``.
 """

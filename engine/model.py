@@ -25,6 +25,7 @@ from stoker.engine.layers.indexed import IndexedLayers
 from stoker.engine.layers.quantised import is_packed, take_over_quantised
 from stoker.engine.layers.recurrent import RecurrentLayers
 from stoker.engine.module_settings import Settings, is_setting
+from stoker.engine.parallel.tensor_parallel import TensorParallel
 from stoker.engine.step_context import PackedPositions, ShapeProbe, cache_name
 from stoker.engine.supported_models import SCALED_BY_LENGTH, check_length, check_supported, decoder_of
 from stoker.engine.written_classes import build
@@ -65,6 +66,8 @@ class ModelShell:
         self.hidden: Callable[[Tensor, Tensor, Any], Tensor] = self._module_hidden
         self.logits: Callable[[Tensor], Tensor] = self.module_logits
         self.refresh: Callable[[], None] = lambda: None  # computes anew what is derived from weights or buffers
+        # Has each rank compute the logits of a part of the vocabulary; None where the model's own forward runs.
+        self.share_head: Callable[[TensorParallel], None] | None = None
         self.max_model_len = max_model_len
         self.num_layers = int(self.config.num_hidden_layers)
         self.vocab = int(self.module.get_output_embeddings().weight.shape[0])

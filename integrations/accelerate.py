@@ -9,8 +9,9 @@
         ...
 
 The loop need not mention weights: the first rollout after an optimizer step or ``load_state`` takes them anew. Where FSDP or
-ZeRO-3 shard them, that rollout gathers them, so every process has to make it. No other rollout communicates: processes may
-generate different numbers of prompts, at different times. Autocast is off in a rollout: under
+ZeRO-3 shard them, that rollout gathers them, so every process has to make it. No other rollout communicates, unless the config
+has several processes run the model together (``tensor_parallel_size``): processes may generate different numbers of prompts, at
+different times. Autocast is off in a rollout: under
 ``mixed_precision="bf16"`` an engine on a GPU samples in bf16, from a copy of the parameters that stay in fp32 (of DeepSpeed's, which
 are in bf16, from themselves).
 """
@@ -47,7 +48,8 @@ class AcceleratedEngine:
 
     model: the model, best as ``accelerator.prepare`` returned it. config: the engine's settings; the process index is
     added to its seed, so that processes that share a prompt sample differently. (Those that compute one batch together, by
-    tensor or context parallelism, count as one and sample the same.) sleep: give the KV cache's memory back
+    tensor or context parallelism, count as one and sample the same.) ``tensor_parallel_size`` of as many has them run the
+    model together, too. sleep: give the KV cache's memory back
     after every rollout, for backward and optimizer step, and take it again for the next; copies of weights that the engine
     has leave the device, too. Where that is not possible, because other requests are under way, a warning says so.
 
@@ -76,10 +78,16 @@ class AcceleratedEngine:
             )
         check_config(config)
         config = config or EngineConfig()
+        together = _together(accelerator)
+        if config.tensor_parallel_size > 1 and together not in (1, config.tensor_parallel_size):
+            raise InvalidConfigError(
+                f"{together} processes compute each batch together (tp_size, cp_size): give tensor_parallel_size={together}, or 1"
+            )
         config = replace(config, seed=config.seed + _share(accelerator))
         config = as_the_forward(config, accelerator, {p.dtype for p in model.parameters()})
         engine = _FollowedEngine(model, config=config, tokenizer=tokenizer)
         engine.taken = weakref.WeakMethod(self._weights_taken)
+        engine._ranks.same_prompts = config.tensor_parallel_size == together > 1
         self.engine: RolloutEngine = engine
         self._accelerator = accelerator
         self._model = model
@@ -186,10 +194,14 @@ class _FollowedEngine(RolloutEngine):
 
 def _share(accelerator: Accelerator) -> int:
     """The number of the process's share of the data, as accelerate's loaders hand it out."""
-    parallel = accelerator.parallelism_config
-    together = 1 if parallel is None else parallel.tp_size * parallel.cp_size
-    share: int = accelerator.process_index // together
+    share: int = accelerator.process_index // _together(accelerator)
     return share
+
+
+def _together(accelerator: Accelerator) -> int:
+    """How many processes compute one batch."""
+    parallel = accelerator.parallelism_config
+    return 1 if parallel is None else int(parallel.tp_size * parallel.cp_size)
 
 
 def _deepspeed_engine(accelerator: Any, model: nn.Module) -> Any:

@@ -47,6 +47,7 @@ from stoker.kernels.errors import (
 )
 from stoker.rollout import LIVE, RolloutEngine, RolloutHandle, RolloutOutput
 from stoker.rollout.adapters import AdapterChoice
+from stoker.rollout.config import check_alone
 from stoker.rollout.user_values import shown
 
 _STATUS: tuple[tuple[type[StokerError], int], ...] = (  # the first one that fits counts
@@ -108,6 +109,7 @@ class Server:
                 f"serve takes a RolloutEngine, and this is a {type(engine).__name__}: RolloutEngine(model, tokenizer=tokenizer), "
                 "attach(trainer), or the engine of an AcceleratedEngine"
             )
+        check_alone(engine.config, "servers")
         if isinstance(adapter, str) and adapter not in engine.adapters:
             raise InvalidRequestError(
                 f"adapter={shown(adapter)}: there are {', '.join(sorted(engine.adapters)) or 'none'}"

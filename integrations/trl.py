@@ -26,7 +26,7 @@ from torch import nn
 
 from stoker.integrations.trainer_memory import between_rollouts, sleep_after, wake_weights
 from stoker.integrations.trl_callbacks import Listener, remove_callback
-from stoker.integrations.trl_checks import check_trainer, check_version
+from stoker.integrations.trl_checks import check_rollouts, check_trainer, check_version
 from stoker.integrations.trl_engine_config import resolve_auto
 from stoker.integrations.trl_images import with_images
 from stoker.integrations.trl_metrics import RolloutMetrics
@@ -115,7 +115,10 @@ class _EngineBackend:
         self._longest: int | None = None  # the most tokens of a prompt with its turns; known from the first turn on
         self._metrics = RolloutMetrics()
         config = config or EngineConfig(seed=trainer.args.seed)
-        config = replace(config, seed=config.seed + trainer.accelerator.process_index)
+        check_rollouts(trainer, config)
+        # Of ranks that run the model together the engine takes the first one's: a prompt that several have must differ by this.
+        self._seed = config.seed + trainer.accelerator.process_index
+        config = replace(config, seed=self._seed)
         self._trained = _Trained(trainer)
         config = resolve_auto(trainer, self._trained, config)
         self.engine = RolloutEngine(self._trained, config=config, tokenizer=tokenizer_of(trainer))
@@ -283,7 +286,7 @@ class _EngineBackend:
         The trainer keeps torch's state in its checkpoints, so a run that is resumed samples what it would have sampled.
         """
         drawn: list[int] = torch.randint(2**62, (len(prompts),), device="cpu").tolist()
-        return [self.engine.config.seed + seed for seed in drawn]
+        return [self._seed + seed for seed in drawn]
 
 
 class _TokenListBackend(_EngineBackend):

@@ -33,6 +33,7 @@ from stoker.integrations.trl_sampling import live_model, sampling_params
 from stoker.kernels.errors import EngineStateError, InvalidConfigError
 from stoker.kernels.interrupts import uninterrupted
 from stoker.rollout import EngineConfig, RolloutEngine
+from stoker.rollout.config import check_alone
 from stoker.weight_sync.naming import unwrap
 from stoker.weight_sync.peft_adapters import active_adapters
 
@@ -142,6 +143,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         args = trainer.args
         if main:
             model, config = live_model(trainer), self._config or EngineConfig(seed=args.seed)
+            check_alone(config, "asynchronous rollouts")
             config = as_the_forward(config, trainer.accelerator, {p.dtype for p in model.parameters()})
             self.engine = RolloutEngine(model, config=config, tokenizer=trainer.processing_class)
         self._trainer = trainer

@@ -10,7 +10,8 @@ from packaging.version import Version
 
 from stoker.integrations.trl_sampling import check_pattern, sampling_params
 from stoker.kernels.errors import InvalidConfigError, UnsupportedModelError
-from stoker.rollout import SamplingParams
+from stoker.rollout import EngineConfig, SamplingParams
+from stoker.rollout.config import check_alone
 
 _OLDEST, _TOO_NEW = {"attach": (1, 10), "asynchronous GRPO": (1, 16)}, (2,)
 # Trainers that call ``generate`` in a way that cannot be replaced, and what to do instead.
@@ -87,6 +88,13 @@ def check_trainer(trainer: Any, known: Collection[str]) -> str:
         )
     check_pattern(trainer, check_sampling(trainer))
     return kind
+
+
+def check_rollouts(trainer: Any, config: EngineConfig) -> None:
+    """Raise ``InvalidConfigError`` where processes would generate a different number of times, and several run the model together."""
+    names = ("tools", "rollout_func", "environment_factories")
+    if found := next((name for name in names if getattr(trainer, name, None)), None):
+        check_alone(config, f"rollouts with {found}")
 
 
 def check_sampling(trainer: Any) -> SamplingParams:

@@ -13,7 +13,7 @@ there is in ``cpu``: ``attention``, ``linear``, ``recurrent``, ``sampling``. ``t
 - ``sampling``: ``adjustments``, ``constraints``, ``truncation``, ``sampling``, and ``decode_window`` for the next step.
 - Weights: ``checksum``, ``copies``. How any kernel is launched: ``launch``.
 
-``errors``, ``host_memory`` and ``interrupts`` are here because every folder may import from this one.
+``collectives``, ``errors``, ``host_memory`` and ``interrupts`` are here because every folder may import from this one.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ methods hand on to ``generation``, ``updates`` and ``memory``; ``engine_state`` 
 - Input: ``prompts``, ``sampling_params``, ``requests``, ``user_values``; ``stop_strings``; and for regular expressions
   ``constraints``, ``regex`` and ``token_texts``.
 - Output: ``outputs``, ``handles``, ``stats``, ``progress``.
-- Threads, and whose turn it is to run a step: ``loop``.
+- Threads, and whose turn it is to run a step: ``loop``. Ranks that run one model together: ``lockstep``.
 - Weights: ``binding``, ``shell_builder``, ``external_weights``, ``loading``, ``verification``.
 - Adapters: ``adapters``, ``adapter_sources``.
 """

@@ -69,6 +69,8 @@ class Adapters:
         self._fillings: dict[str, Filling] = {}  # of adapters that slots read in place
         self._dtypes: set[torch.dtype] = set()  # of all adapters' matrices
         self._casts: dict[torch.dtype, torch.dtype] = {}  # to what slots have instead
+        # Names of those of which what was computed serves nothing any more, until ranks that run together told each other.
+        self.outdated: set[str] = set()
         # From ``give_back`` until ``take_again``: the slots that were emptied, and the bytes of the copies that were freed.
         self.emptied: set[int] = set()
         self.given_back = 0
@@ -106,6 +108,7 @@ class Adapters:
             for name, adapter in self._known.items():
                 if any(casts.get(d, d) != self._casts.get(d, d) for d in dtypes_of(live[name])):
                     adapter.serial = next(self._serials)
+                    self.outdated.add(name)
             self._placed.clear()
             self._aliased.clear()
             self._fillings.clear()
@@ -285,6 +288,7 @@ class Adapters:
         )  # known until all else of it is gone, so that an interrupted call can be repeated
         if adapter is None:
             return
+        self.outdated.add(name)
         self._aliased.pop(name, None)
         self._fillings.pop(name, None)
         if self.slots.drop(adapter):
@@ -297,14 +301,20 @@ class Adapters:
         if (slab := self._slabs.pop(slot, None)) is not None:
             slab.let_go()
 
-    def resolve(self, choice: AdapterChoice | Sequence[AdapterChoice], rows: int) -> list[Adapter | None]:
-        """Each row's adapter. choice: one for all, or one for each. Raises ``InvalidRequestError`` for an unknown name."""
+    def chosen(self, choice: AdapterChoice | Sequence[AdapterChoice], rows: int) -> list[str | None]:
+        """Each row's adapter by name. choice: one for all, or one for each. Raises ``InvalidRequestError`` for an unknown name."""
         several = isinstance(choice, Sequence) and not isinstance(choice, str)
         choices: list[Any] = list(choice) if several else [choice] * rows  # type: ignore[arg-type]
         if len(choices) != rows:
             raise InvalidRequestError(f"{len(choices)} adapters for {rows} rows: give one, or one per row")
         live = self._binding.active_adapter() if any(c is LIVE for c in choices) else None  # which looks at the model
-        return [self._find(live if c is LIVE else c) for c in choices]
+        names = [live if c is LIVE else c for c in choices]
+        self.found(names)
+        return names
+
+    def found(self, names: Iterable[str | None]) -> list[Adapter | None]:
+        """The adapters of these names. Raises ``InvalidRequestError`` for an unknown one."""
+        return [self._find(name) for name in names]
 
     def _find(self, choice: str | None) -> Adapter | None:
         if choice is None:

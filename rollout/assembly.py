@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,32 +29,34 @@ from stoker.rollout.adapters import Adapters
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.config import EngineConfig
 from stoker.rollout.constraints import ConstraintMaker
+from stoker.rollout.lockstep import Lockstep
 from stoker.rollout.loop import Loop
 from stoker.rollout.requests import RequestMaker
 from stoker.rollout.user_values import as_ids
 from stoker.weight_sync.rank_agreement import agree, ranks_of, telling
 
 _log = logging.getLogger("stoker")
+BUILDING = "build an engine"
 
 
-def check_arguments(model: Any, config: Any, tokenizer: Any) -> None:
+def check_arguments(model: Any, tokenizer: Any) -> None:
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(
             f"model is a {type(model).__name__}: give a transformers model, or RolloutEngine.from_pretrained(folder)"
         )
-    check_config(config)
     if tokenizer is not None and not callable(tokenizer):
         raise InvalidConfigError(
             f"tokenizer is a {type(tokenizer).__name__}: give one that is loaded, as by AutoTokenizer.from_pretrained"
         )
 
 
-def check_config(config: Any) -> None:
+def check_config(config: Any) -> EngineConfig | None:
     if not isinstance(config, EngineConfig | None):
         raise InvalidConfigError(f"config is a {type(config).__name__}: give EngineConfig(...)")
+    return config
 
 
-def bind(config: EngineConfig, model: nn.Module) -> ModelBinding:
+def bind(config: EngineConfig, model: nn.Module, ranks: Lockstep) -> ModelBinding:
     """The model bound to a shell. Raises ``InvalidConfigError`` where it is on another device than the configured one."""
     bound = ModelBinding(
         model,
@@ -63,6 +66,7 @@ def bind(config: EngineConfig, model: nn.Module) -> ModelBinding:
         gather_bytes=int(config.gather_memory),
         kv_dtype=FP8 if config.kv_cache_dtype == "fp8" else None,
         in_fp8=config.quantization == "fp8",
+        parallel=ranks.parallel,
         deterministic=config.deterministic,
         max_loras=config.max_loras,
         max_lora_rank=config.max_lora_rank,
@@ -75,16 +79,28 @@ def bind(config: EngineConfig, model: nn.Module) -> ModelBinding:
 
 
 @contextmanager
-def on_all_ranks(model: nn.Module, config: EngineConfig) -> Iterator[None]:
-    """Context manager: where the model is sharded and one rank fails within, all do."""
+def on_all_ranks(model: nn.Module, config: EngineConfig, together: Lockstep) -> Iterator[None]:
+    """Context manager: where one rank of a sharded model fails within, or one that runs it together with others, all do."""
     ranks = ranks_of(model, None if config.device == "auto" else torch.device(config.device))
-    with telling(*ranks):
-        yield
-    dtype = str(config.dtype).removeprefix("torch.")
-    sent = (
-        f"{dtype}, {config.quantization}, {config.gather_memory}"  # ranks have to gather the same, in the same pieces
-    )
-    agree(*ranks, alike=(sent,))
+    with together.together(BUILDING):
+        with telling(*ranks):
+            yield
+        dtype = str(config.dtype).removeprefix("torch.")
+        # Ranks have to gather the same, in the same pieces.
+        agree(*ranks, alike=(f"{dtype}, {config.quantization}, {config.gather_memory}",))
+        own = {"seed", "device"}  # the first rank's seed counts
+        together.exchange(BUILDING, None, **{n: v for n, v in vars(config).items() if n not in own})
+
+
+def settled(config: EngineConfig, binding: ModelBinding, runtime: Runtime, together: Lockstep) -> EngineConfig:
+    """The config with the first rank's seed, of those that run the model together; and the least memory that one of them has."""
+    if together.parallel is None:
+        return config
+    runtime.release_memory()
+    with together.together(BUILDING):
+        seeds, free = zip(*together.exchange(BUILDING, (config.seed, runtime.free_memory())), strict=True)
+    binding.free_memory = min(free)
+    return replace(config, seed=seeds[0])
 
 
 def core(

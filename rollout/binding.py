@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from stoker.engine.cache.kv_cache import LayerShape
-from stoker.engine.layers.fp8_weights import Fp8Weights
+from stoker.engine.layers.derived_weights import DerivedWeights
 from stoker.engine.layers.fused_layers import release_weights
 from stoker.engine.model import ModelShell
+from stoker.engine.parallel.mixers import share_of
+from stoker.engine.parallel.tensor_parallel import TensorParallel
 from stoker.engine.supported_models import check_experts, check_supported
 from stoker.engine.virtual_memory import virtual_buffer
 from stoker.kernels.errors import (
@@ -40,8 +42,9 @@ class ModelBinding:
     """Keeps a shell bound to the model as it is now, through whatever the trainer does to it.
 
     dtype, device: the engine's (``torch.dtype``, ``torch.device``); "auto" is the model's. kv_dtype: of the KV cache; None is
-    the dtype in which the model computes keys and values. in_fp8: fused layers multiply by rounded weights. Raises
-    ``UnsupportedModelError`` where the weights can be neither borrowed nor copied. The model is not changed before ``fuse``.
+    the dtype in which the model computes keys and values. in_fp8: fused layers multiply by rounded weights. parallel: the ranks
+    that run the model together, if there are several. Raises ``UnsupportedModelError`` where the weights can be neither borrowed
+    nor copied. The model is not changed before ``fuse``.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class ModelBinding:
         gather_bytes: int,
         kv_dtype: torch.dtype | None,
         in_fp8: bool,
+        parallel: TensorParallel | None,
         deterministic: bool,
         max_loras: int,
         max_lora_rank: int,
@@ -72,13 +76,18 @@ class ModelBinding:
         self.shell: ModelShell
         self.shapes: list[LayerShape]
         self.ops: Ops
-        self._in_fp8 = in_fp8
+        self._in_fp8, self.parallel = in_fp8, parallel
         self._shells = ShellBuilder(
-            in_fp8=in_fp8, deterministic=deterministic, max_loras=max_loras, max_lora_rank=max_lora_rank
+            in_fp8=in_fp8,
+            parallel=parallel,
+            deterministic=deterministic,
+            max_loras=max_loras,
+            max_lora_rank=max_lora_rank,
         )
         self.fused_layers = 0
+        self.free_memory: int | None = None  # the least that a rank had which runs the model too, when it was built
         self.wholes: dict[tuple[str, ...], Tensor] = {}
-        self.rounded: Fp8Weights | None = None
+        self.derived: DerivedWeights | None = None
         self._seen: tuple[Tree, Switches] | None = None  # the model when last looked at, where it is whole
         self._kinds: dict[str, type] = kinds(self.source.module)
         self._refill = False  # whether waking fills weights that slept from the model, and not from host memory
@@ -112,12 +121,13 @@ class ModelBinding:
         self.shapes = self._as_kept(shapes)
 
     def _as_kept(self, shapes: Sequence[LayerShape]) -> list[LayerShape]:
-        """The shapes with the KV cache's dtype."""
-        return [replace(s, dtype=self.kv_dtype) if s.heads and self.kv_dtype else s for s in shapes]
+        """The shapes with the KV cache's dtype, and of several ranks with this one's heads."""
+        kept = [replace(s, dtype=self.kv_dtype) if s.heads and self.kv_dtype else s for s in shapes]
+        return kept if self.parallel is None else [share_of(s, self.parallel) for s in kept]
 
     def fuse(self) -> None:
         """Lay weights side by side and replace layers by their fused form. After an exception ``release`` undoes it."""
-        self.shell, self.fused_layers, self.wholes, self.rounded = self._shells.fuse(self.shell, self.source, self.ops)
+        self.shell, self.fused_layers, self.wholes, self.derived = self._shells.fuse(self.shell, self.source, self.ops)
         self._look_at_adapters()
         self._remember()
         self._watch()
@@ -211,7 +221,7 @@ class ModelBinding:
             if isinstance(dropped, AliasedSource) and dropped is not kept:
                 dropped.superseded() if isinstance(kept, AliasedSource) else dropped.release()
         self.source, self._kinds = source, kinds(source.module)
-        self.shell, self.fused_layers, self.wholes, self.rounded = fused
+        self.shell, self.fused_layers, self.wholes, self.derived = fused
         self._remember()
 
     def moved(self) -> bool:
@@ -290,9 +300,9 @@ class ModelBinding:
         return self.adapters.name_of(active_adapters(unwrap(self.model)) if active is None else active)
 
     @property
-    def _keepers(self) -> list[WeightSource | AdapterSources | Fp8Weights]:
+    def _keepers(self) -> list[WeightSource | AdapterSources | DerivedWeights]:
         """The parts that hold memory which is the engine's own."""
-        return [self.source, self.adapters] if self.rounded is None else [self.rounded, self.source, self.adapters]
+        return [self.source, self.adapters] if self.derived is None else [self.derived, self.source, self.adapters]
 
     @property
     def resident(self) -> bool:
@@ -310,15 +320,15 @@ class ModelBinding:
         return sum(keeper.nbytes for keeper in self._keepers)
 
     def derive(self) -> int:
-        """Round those weights anew that have changed; returns the bytes that were written."""
-        if self.rounded is None:
+        """Make anew what is derived of weights that have changed; returns the bytes that were written."""
+        if self.derived is None:
             return 0
         self._watch()
-        return self.rounded.refresh()
+        return self.derived.refresh()
 
     def _watch(self) -> None:
-        """Have ``notice`` see every change of the trainer's tensors from now on: rounded copies do not follow by themselves."""
-        if self.rounded is not None and isinstance(self.source, AliasedSource):
+        """Have ``notice`` see every change of the trainer's tensors from now on: what is derived of them does not follow by itself."""
+        if self.derived is not None and isinstance(self.source, AliasedSource):
             self.source.catch_up()
 
     def give_back(self, *, drop: bool) -> None:
@@ -331,8 +341,8 @@ class ModelBinding:
         self.adapters.give_back(drop=drop)
 
     def _give_back_weights(self, *, drop: bool) -> None:
-        if self.rounded is not None:
-            self.rounded.give_back(drop=drop)
+        if self.derived is not None:
+            self.derived.give_back(drop=drop)
         self.source.give_back(drop=drop)
 
     def take_again(self) -> None:
@@ -341,20 +351,20 @@ class ModelBinding:
         self.source.take_again()
         self.adapters.take_again()
         self.adapters.lie_elsewhere()
-        if self.rounded is not None:
-            self.rounded.take_again()
+        if self.derived is not None:
+            self.derived.take_again()
         if self._refill:
             try:
                 self._changed |= self.source.fill()
-                if self.rounded is not None and not isinstance(self.source, AliasedSource):
-                    self.rounded.refresh()  # some were rounded before their weights were there again
+                if self.derived is not None and not isinstance(self.source, AliasedSource):
+                    self.derived.refresh()  # some was made before its weights were there again
             except BaseException:  # an interrupt, say: memory that was not filled must not pass for weights
                 self._give_back_weights(drop=True)
                 raise
 
     def woken(self) -> None:
         """Look whether weights changed while they slept, for ``notice`` to tell: what waking derived is of the new ones."""
-        if (self.rounded is not None or self.adapters.weights) and self.resident:
+        if (self.derived is not None or self.adapters.weights) and self.resident:
             with suppress(StokerError):  # the next look raises it again
                 self._changed |= isinstance(self.source, AliasedSource) and self.source.catch_up()
                 self._look_at_adapters(announced=False, same=self._is_as_seen())
@@ -380,9 +390,9 @@ class ModelBinding:
     def release(self) -> None:
         """Give the model's parameters storages of their own again, and let go of those they had. Nothing can run afterwards."""
         self.adapters.release()
-        if self.rounded is not None:
-            self.rounded.release()
-        self.wholes, self.rounded = {}, None
+        if self.derived is not None:
+            self.derived.release()
+        self.wholes, self.derived = {}, None
         if (shell := vars(self).pop("shell", None)) is not None:
             release_weights(shell)
         self.source.release()  # last: from here on each piece of memory lives as long as the parameters in it

@@ -49,6 +49,9 @@ class EngineConfig:
     - gather_memory: the most that gathering the weights of a sharded trainer takes on each rank besides the engine's copy,
       as ``kv_cache_memory``: buckets of which two are under way, with the memory Gloo needs for them. Those in fp8 take
       one layer's besides.
+    - tensor_parallel_size: how many consecutive ranks run one model together, each with a share of every layer's heads and
+      widths. All of them make the same calls of ``generate_batch`` and ``score``, each with prompts of its own (or none). For
+      models whose layers are all fused.
     - max_loras: most adapters in use at one time. max_lora_rank: most rank one of them may have.
     - seed: where requests without a seed of their own draw theirs from.
 
@@ -71,13 +74,14 @@ class EngineConfig:
     score_chunk_tokens: int = 512
     check_finite_weights: bool = False
     gather_memory: int | str = "256MiB"
+    tensor_parallel_size: int = 1
     max_loras: int = 8
     max_lora_rank: int = 64
     seed: int = 0
 
     def __post_init__(self) -> None:
         counts = ("max_num_seqs", "max_num_batched_tokens", "block_size", "decode_window", "score_chunk_tokens")
-        for name in (*counts, "max_loras", "max_lora_rank"):
+        for name in (*counts, "tensor_parallel_size", "max_loras", "max_lora_rank"):
             self._at_least_one(name)
         if self.max_model_len is not None:
             self._at_least_one("max_model_len")
@@ -91,6 +95,11 @@ class EngineConfig:
         if self.quantization not in (None, "fp8"):
             raise InvalidConfigError(
                 f"quantization={shown(self.quantization)}: give 'fp8', or None for weights as they are"
+            )
+        if self.tensor_parallel_size > 1 and (self.deterministic or self.quantization):
+            other = "deterministic=True" if self.deterministic else f"quantization={shown(self.quantization)}"
+            raise InvalidConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size} and {other} do not go together: leave one of them out"
             )
         object.__setattr__(self, "seed", as_int(self.seed))
         if not is_int(self.seed):
@@ -116,6 +125,15 @@ class EngineConfig:
         if not is_int(value) or value < 1:
             raise InvalidConfigError(f"{name}={shown(value)}: it has to be a positive integer")
         object.__setattr__(self, name, value)
+
+
+def check_alone(config: EngineConfig, what: str) -> None:
+    """Raise ``InvalidConfigError`` where several ranks run the model together, and ``what`` would run it on one. what: in the plural."""
+    if config.tensor_parallel_size > 1:
+        raise InvalidConfigError(
+            f"{what} begin requests on each process by itself, and with tensor_parallel_size={config.tensor_parallel_size} several "
+            "run them together: leave it at 1, or have all of them call generate_batch"
+        )
 
 
 def parse_bytes(amount: int | str, name: str) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.engine.device import runtime_for
-from stoker.kernels.errors import EngineStateError, InvalidRequestError
+from stoker.kernels.errors import EngineStateError
 from stoker.rollout import assembly, sizing
 from stoker.rollout.adapters import LIVE, AdapterChoice, Adapters
 from stoker.rollout.config import EngineConfig
@@ -20,6 +20,7 @@ from stoker.rollout.engine_state import EngineState
 from stoker.rollout.generation import Generation
 from stoker.rollout.handles import RolloutHandle, wait
 from stoker.rollout.loading import load_model
+from stoker.rollout.lockstep import Lockstep
 from stoker.rollout.loop import Loop
 from stoker.rollout.memory import TAGS, EngineMemory, check_tags, tags_of
 from stoker.rollout.outputs import RolloutBatch, TokenLogprobs
@@ -27,7 +28,6 @@ from stoker.rollout.prompts import Prompt, Prompts, tokenizer_of
 from stoker.rollout.sampling_params import SamplingParams
 from stoker.rollout.stats import EngineStats, stats_of
 from stoker.rollout.updates import WeightUpdates
-from stoker.rollout.user_values import shown
 from stoker.weight_sync.checksum import WeightReport
 from stoker.weight_sync.rank_agreement import in_step
 from stoker.weight_sync.receiving import NewWeights
@@ -48,14 +48,22 @@ class RolloutEngine:
 
     @torch.inference_mode(False)  # or the buffers made here could not be written to outside of the caller's
     def __init__(self, model: nn.Module, *, config: EngineConfig | None = None, tokenizer: Any = None) -> None:
-        assembly.check_arguments(model, config, tokenizer)
-        self.config = config or EngineConfig()
-        self.processor, self.tokenizer = tokenizer, tokenizer_of(tokenizer)
+        self.config = assembly.check_config(config) or EngineConfig()
+        self._ranks = Lockstep(self.config)
+        with self._ranks.together(assembly.BUILDING):
+            assembly.check_arguments(model, tokenizer)
+            self.processor, self.tokenizer = tokenizer, tokenizer_of(tokenizer)
+        everyone = partial(assembly.on_all_ranks, model, self.config, self._ranks)
         try:
             with in_step(model):
-                with assembly.on_all_ranks(model, self.config):
-                    self._binding = assembly.bind(self.config, model)
-                with assembly.on_all_ranks(model, self.config):
+                with everyone():
+                    self._binding = assembly.bind(self.config, model, self._ranks)
+                    self.runtime = runtime_for(self._binding.source.device)
+                with everyone():
+                    self.max_model_len = sizing.max_model_len(self.config, self._binding)
+                    self._binding.build(self.max_model_len)
+                self.config = assembly.settled(self.config, self._binding, self.runtime, self._ranks)
+                with everyone():
                     self._build()
         except BaseException:  # an interrupt, say, up to the last line: nobody has the engine, to close it
             if hasattr(self, "_binding"):
@@ -63,9 +71,6 @@ class RolloutEngine:
             raise
 
     def _build(self) -> None:
-        self.runtime = runtime_for(self._binding.source.device)
-        self.max_model_len = sizing.max_model_len(self.config, self._binding)
-        self._binding.build(self.max_model_len)
         self.config = sizing.with_room_for_states(self.config, self._binding, self.runtime, self.max_model_len)
         sized = sizing.with_rows_that_can_run(self.config, self._binding, self.runtime, self.max_model_len)
         self._kv = sizing.kv_cache(sized, self._binding, self.runtime, self.max_model_len)
@@ -79,7 +84,7 @@ class RolloutEngine:
         )
         self._state = EngineState(self._loop, self._memory)
         self._generation = Generation(
-            self._requests, self._adapters, self._updates, self._loop, self._state, self.processor
+            self._requests, self._adapters, self._updates, self._loop, self._state, self.processor, self._ranks
         )
         self._binding.fuse()
         self.core.runner.bind(self._binding.shell)
@@ -95,7 +100,7 @@ class RolloutEngine:
         the device. tokenizer: ``"auto"`` loads the folder's own where it has one.
         """
         config = config or EngineConfig()
-        model, tokenizer = load_model(path, config, tokenizer)
+        model, tokenizer, config = load_model(path, config, tokenizer)
         engine = cls(model, config=config, tokenizer=tokenizer)
         # Nobody trains it: or each request that finds the engine idle would read all weights first.
         engine._binding.held_elsewhere = False
@@ -207,8 +212,7 @@ class RolloutEngine:
         weights before it. owner: whose pause it is, where several parties pause: nothing runs before each of them has resumed.
         """
         self._state.check_open()
-        if mode not in ("keep", "wait", "abort"):
-            raise InvalidRequestError(f"mode={shown(mode)}: give 'keep', 'wait' or 'abort'")
+        self._ranks.check_pause(mode)
         self._loop.check_owner(owner)
         self._loop.pause(mode, owner)
 

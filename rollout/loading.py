@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,10 +32,11 @@ def _whole_models() -> Iterator[None]:
         settings._hf_deepspeed_config_weak_ref = trainers
 
 
-def load_model(path: str | os.PathLike[str], config: EngineConfig, tokenizer: Any) -> tuple[Any, Any]:
-    """The model of a local folder, in evaluation mode, and its tokenizer, or its processor where it takes images.
+def load_model(path: str | os.PathLike[str], config: EngineConfig, tokenizer: Any) -> tuple[Any, Any, EngineConfig]:
+    """The model of a local folder, in evaluation mode; its tokenizer, or its processor where it takes images; and the config.
 
-    Raises ``InvalidConfigError``.
+    A model that several ranks run together stays in its files, of which each rank's device gets its part: then the config names
+    the device. Raises ``InvalidConfigError``.
     """
     from transformers import (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -48,6 +50,8 @@ def load_model(path: str | os.PathLike[str], config: EngineConfig, tokenizer: An
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if config.tensor_parallel_size > 1:
+        config, device = replace(config, device=device), "cpu"
     try:
         with _whole_models():
             of_images = (
@@ -62,7 +66,7 @@ def load_model(path: str | os.PathLike[str], config: EngineConfig, tokenizer: An
     if info["missing_keys"]:
         lacking = ", ".join(sorted(info["missing_keys"])[:4])
         raise InvalidConfigError(f"{path} lacks {len(info['missing_keys'])} of the model's tensors: {lacking}")
-    return model.eval(), _reader(path, of_images) if tokenizer == "auto" else tokenizer
+    return model.eval(), _reader(path, of_images) if tokenizer == "auto" else tokenizer, config
 
 
 def _reader(path: str | os.PathLike[str], of_images: bool) -> Any:

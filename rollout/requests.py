@@ -233,7 +233,7 @@ class RequestMaker:
         return made
 
     def for_scoring(
-        self, sequences: list[Read], starts: list[int], variant: Variant, adapters: list[Adapter | None]
+        self, sequences: list[Read], starts: list[int], variants: list[Variant], adapters: list[Adapter | None]
     ) -> list[Request]:
         """One request a sequence. Raises as ``for_generation`` does.
 
@@ -242,7 +242,8 @@ class RequestMaker:
         made: list[Request] = []
         group: list[Request] = []
         encoded = self._encoded("sequence", sequences, adapters)
-        for (sequence, _), images, start, adapter in zip(sequences, encoded, starts, adapters, strict=True):
+        rows = zip(sequences, encoded, starts, variants, adapters, strict=True)
+        for (sequence, _), images, start, variant, adapter in rows:
             shared, given = sequence[: start - 1], sequence[start - 1 :]
             same = group and shared == group[0].prompt and adapter is group[0].adapter and images is group[0].images
             if len(shared) < self.share or not same:

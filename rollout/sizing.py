@@ -66,7 +66,7 @@ def with_rows_that_can_run(
     runtime.release_memory()  # as for the cache
     layout = block_layout(binding.shapes, config.block_size, model_len)
     memory = config.kv_cache_memory
-    nbytes = int(_SHARE_OF_FREE_MEMORY * runtime.free_memory()) if isinstance(memory, str) else memory
+    nbytes = int(_SHARE_OF_FREE_MEMORY * _free_memory(binding, runtime)) if isinstance(memory, str) else memory
     blocks = nbytes // KVCache.block_bytes(binding.shapes, config.block_size, layout)
     return replace(config, max_num_seqs=max(1, min(config.max_num_seqs, blocks)))
 
@@ -125,7 +125,12 @@ def _state_layout(config: EngineConfig, binding: ModelBinding) -> StateLayout | 
 
 def _budget(config: EngineConfig, binding: ModelBinding, runtime: Runtime, model_len: int) -> int:
     """Bytes of an "auto" KV cache."""
-    return int(_SHARE_OF_FREE_MEMORY * runtime.free_memory()) - _workspace_bytes(config, binding, model_len)
+    return int(_SHARE_OF_FREE_MEMORY * _free_memory(binding, runtime)) - _workspace_bytes(config, binding, model_len)
+
+
+def _free_memory(binding: ModelBinding, runtime: Runtime) -> int:
+    """Bytes of the device that are free; of several ranks that run a model together, what the one with the least has."""
+    return runtime.free_memory() if binding.free_memory is None else binding.free_memory
 
 
 def _workspace_bytes(config: EngineConfig, binding: ModelBinding, model_len: int) -> int:

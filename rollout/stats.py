@@ -18,8 +18,8 @@ class EngineStats:
     recurrent_state_bytes of these are states, and no blocks.
     fused_layers: how many of ``num_layers`` run in their fused form. matmuls: for each kind of product (its rows, its weight,
     and what is done with it) the ways that were measured on the device, fastest first. mirror_bytes: the engine's own
-    copies of weights: a mirror, and those in fp8. last_update_seconds: of ``update_weights``; last_update_bytes: what that
-    wrote, 0 where the engine runs on the trainer's tensors alone.
+    copies of weights: a mirror, those in fp8, and a rank's parts of a model that several run. last_update_seconds: of
+    ``update_weights``; last_update_bytes: what that wrote, 0 where the engine runs on the trainer's tensors alone.
 
     num_preemptions: requests put back for want of blocks. prompt_tokens: of prompts, and of sequences to score; of
     these prefix_cache_hit_tokens the prefix cache had, and shared_prompt_tokens another sample of the prompt had

@@ -19,8 +19,8 @@ def verify(binding: ModelBinding, version: int, in_slots: Mapping[str, AdapterWe
     more, of_adapters = binding.adapters.mismatches(in_slots, source)
     trainer, used = source.names(), shell.tensors()
     wrong = _lying_elsewhere(binding)
-    if binding.rounded is not None:
-        wrong.update(binding.rounded.mismatches())
+    if binding.derived is not None:
+        wrong.update(binding.derived.mismatches())
     return WeightReport(
         source=source.kind,
         version=version,

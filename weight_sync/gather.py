@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stoker.kernels.collectives import all_gather
 from stoker.kernels.errors import EngineStateError
 from stoker.weight_sync.held import Piece, Shards
 from stoker.weight_sync.mirror import Mirror
@@ -24,9 +25,6 @@ MEMORY_BYTES = 256 * 2**20
 
 # Gathers, and calls its argument with the names of each layer whose tensors pass through.
 Gathering = Callable[[Callable[[Collection[str]], object]], None]
-
-# torch 2.13 renamed it, and warns of the older name.
-all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _BESIDES = 1 / 32  # of the memory, for what allocators and sockets take besides the buffers
 _ALIGNMENT = 16  # bytes: copies are fastest where both sides begin at such

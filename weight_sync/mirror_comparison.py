@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stoker.kernels.collectives import all_gather
 from stoker.weight_sync.checksum import checksums
-from stoker.weight_sync.gather import Gatherer, all_gather
+from stoker.weight_sync.gather import Gatherer
 from stoker.weight_sync.held import Held, Shards, by_group
 from stoker.weight_sync.mirror import Mirror
 from stoker.weight_sync.rank_agreement import Parts, agree, lost, parts_of, telling

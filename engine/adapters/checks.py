@@ -87,6 +87,27 @@ def check_fits(name: str, link: AdapterWeights, modules: Mapping[str, Any], fuse
     _check_states(name, link, modules, fused)
 
 
+def check_parts(name: str, link: AdapterWeights, whole: Set[str]) -> None:
+    """Raise ``UnsupportedModelError`` naming what cannot be shared out among the ranks that run a model together.
+
+    whole: names of the modules that this rank has parts of, or whose results it has parts of, other than linears.
+    """
+    changed = (
+        *link.linears,
+        *link.biases,
+        *link.saved,
+        *link.tokens,
+        *(key.rpartition(".")[0] for key in link.experts),
+    )
+    path = next((path for path in changed if path in whole), None)
+    if path is not None or link.magnitudes:
+        what = f"DoRA over {next(iter(link.magnitudes))}" if path is None else path
+        raise UnsupportedModelError(
+            f"adapter {name!r} changes {what}: with tensor_parallel_size adapters are LoRA over linear layers of attention and "
+            "MLPs, over embeddings and the head. Leave it out, merge the adapter, or leave tensor_parallel_size at 1"
+        )
+
+
 def _module(name: str, path: str, modules: Mapping[str, Any]) -> Any:
     if path not in modules:
         raise UnsupportedModelError(

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from stoker.engine.adapters.checks import check_fits, is_linear, shape_of
+from stoker.engine.adapters.checks import check_fits, check_parts, is_linear, shape_of
 from stoker.engine.adapters.replacements import Replacements
 from stoker.engine.layers.experts import adapt_experts, expert_tables, projection_of, with_biases
 from stoker.engine.layers.quantised import QuantisedLinear
+from stoker.engine.parallel.cuts import Cut
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.adapter_weights import AdapterWeights, LoraWeights
@@ -152,6 +153,9 @@ class LoraLayers:
         self._beside = beside
         self._idle = {name for name in self._modules if any(_at_or_below(name, path) for path in idle)}
         self._fused: set[str] = set()
+        self._of_cut: set[str] = set()  # names of modules in layers that ranks have parts of
+        self._cuts: dict[str, Cut] = {}  # by linear, where ranks have parts of them
+        self._once = True  # whether this rank adds the biases of sums over ranks
         self._adapted: dict[str, tuple[Adapted, int]] = {}  # by module, or by 3-D parameter of experts
         self._replacements = Replacements(self._modules, device)
         self._held: dict[int, list[Filling]] = {}  # by slot: one, or none
@@ -178,6 +182,19 @@ class LoraLayers:
         """What adapts linears that are to run together."""
         linears = [self._modules[path] for path in paths]
         return Adapted(self, [shape_of(m)[0] for m in linears], [m.bias for m in linears])
+
+    def cut(self, path: str) -> None:
+        """Note that this rank has a part of the layer at ``path``."""
+        self._of_cut |= {name for name in self._modules if _at_or_below(name, path)}
+
+    def share(self, paths: Sequence[str], cuts: Sequence[Cut], *, once: bool) -> Adapted:
+        """What adapts linears that run together, and of which this rank has these parts. once: as for ``Cut.of_adapter``."""
+        widths = [cut.size(torch.Size(shape_of(self._modules[path])))[0] for path, cut in zip(paths, cuts, strict=True)]
+        group = Adapted(self, widths, [None] * len(widths))
+        self._adapted |= {path: (group, index) for index, path in enumerate(paths)}
+        self._cuts |= zip(paths, cuts, strict=True)
+        self._once = once
+        return group
 
     def replaced(self, path: str, groups: Mapping[tuple[str, ...], Adapted], kept: Sequence[str] = ()) -> None:
         """Note that modules at and below ``path`` are not called any more; the linears of ``groups`` are run by these.
@@ -226,6 +243,8 @@ class LoraLayers:
                     f"adapter {name!r} is in {dtype}, and this device's kernels run adapters in {names}: cast it"
                 )
             check_fits(name, link, self._modules, self._fused)
+            if self._cuts:
+                check_parts(name, link, self._of_cut - self._cuts.keys())
 
     def derives(self, adapter: AdapterWeights) -> bool:
         """Whether a slot holds numbers computed from the adapter's tensors, and not just these tensors."""
@@ -235,6 +254,7 @@ class LoraLayers:
             or link.biases
             or not self._replacements.routers.isdisjoint(link.linears)
             or any(key != projection_of(key) for key in link.experts)
+            or any(self._cuts[path].copies for path in self._cuts.keys() & link.linears.keys())
             for link in self._links(adapter)
         )
 
@@ -256,7 +276,10 @@ class LoraLayers:
         for link in links:
             for path in dict.fromkeys((*link.linears, *link.biases)):
                 if is_linear(self._modules[path]) or isinstance(self._modules[path], nn.Embedding):
-                    chains.setdefault(path, []).append(self.complete(path, link))
+                    weights = self.complete(path, link)
+                    if (cut := self._cuts.get(path)) is not None:
+                        weights = cut.of_adapter(weights, once=self._once)
+                    chains.setdefault(path, []).append(weights)
             for key in dict.fromkeys(map(projection_of, link.experts)):
                 experts = self._modules[key.rpartition(".")[0]]
                 chains.setdefault(key, []).append(with_biases(experts, key, link.experts))

@@ -19,14 +19,18 @@ class PrefixReuse:
         self.weight_version = weight_version
         # Blocks in the cache that only the plan being made will fill: how many tokens of their sequence were there before.
         self._unwritten: dict[int, int] = {}
+        # Since anything was forgotten. Of ranks that make the same plans, those that made as many know the same.
+        self.plans = 0
 
     def begin_plan(self) -> None:
         self._unwritten.clear()
+        self.plans += 1
 
     def forget(self) -> None:
         """Have nothing that was computed before serve other requests any more."""
         self.cache.clear()
         self.states.clear()
+        self.plans = 0
 
     def already_computed(self, request: Request, other: Request | None) -> tuple[list[int], list[int], int, bool]:
         """(blocks with the request's beginning, those of windows, how many tokens that is, whether they come from the cache).

@@ -5,5 +5,5 @@
   ``fused_branches``, made of ``linears``, ``fused_mixers`` (those with states: ``fused_recurrent``) and ``fused_moe``.
   ``fused_model`` runs the whole decoder.
 - The model's own modules on the engine's operations: ``experts``, ``recurrent``, ``indexed``, ``rotary``, ``quantised``.
-- ``fp8_weights``: rounded copies of weights.
+- What is made of weights, and read in place of them: ``derived_weights``; in fp8, ``fp8_weights``.
 """

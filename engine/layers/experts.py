@@ -40,8 +40,10 @@ class _State:
     gate: Gate
     dense: bool = False  # every expert runs over every token, times its weight
     adapters: Callable[[], ExpertAdapters | None] = lambda: None  # of the step that runs
-    # By name, in order: the two projections' values and scales in fp8, where these are used in place of the module's own.
-    in_fp8: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    # What is used in place of the module's own, by name: the two projections, in order, each with its scales if it is in fp8; and
+    # their biases.
+    replaced: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    biases: dict[str, Tensor | None] = field(default_factory=dict)
 
 
 def _experts_interface(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -73,11 +75,13 @@ def run_on(modules: Iterable[Any], ops: Ops) -> Iterator[None]:
 def run_experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, **options: Any) -> Tensor:
     """``Ops.experts`` with the parameters and the adapters of a module that was taken over. options: of the operation."""
     state: _State = getattr(module, _STATE)
-    if state.in_fp8:
-        (gate_up, down), options["scales"] = zip(*state.in_fp8.values(), strict=True)
+    if state.replaced:
+        (gate_up, down), scales = zip(*state.replaced.values(), strict=True)
+        options["scales"] = None if scales[0] is None else scales
     else:
         gate_up, down = _matrices(module).values()
-    biases = [getattr(module, name + _BIAS) if _has_bias(module) else None for name in _projections(module)]
+    own = biases_of(module)
+    biases = [state.biases.get(name, own.get(name)) for name in _projections(module)]
     options |= {"gate": state.gate, "weigh_input": state.dense, "adapters": state.adapters()}
     return state.ops.experts(x, expert_ids, expert_weights, gate_up, down, *biases, **options)
 
@@ -88,22 +92,39 @@ def _matrices(module: Any) -> dict[str, Tensor]:
     return {name: weight.transpose(1, 2) for name, weight in weights.items()} if _is_transposed(module) else weights
 
 
-def matrices(module: nn.Module) -> dict[str, Tensor]:
-    """The weights that only ``run_experts`` reads; none of other modules."""
-    return _matrices(module) if is_taken_over(module) and not _is_dense(module) else {}
+def matrices(module: nn.Module, *, in_mixture: bool = False) -> dict[str, Tensor]:
+    """The weights that only ``run_experts`` reads; none of other modules. in_mixture: whether a ``FusedMoe`` runs the experts,
+    without which those that get every token run their own code."""
+    return _matrices(module) if is_taken_over(module) and (in_mixture or not _is_dense(module)) else {}
 
 
-def may_be_rounded(module: nn.Module) -> tuple[str, ...]:
+def may_be_replaced(module: nn.Module, *, in_mixture: bool = False) -> tuple[str, ...]:
     """Names of what ``matrices`` may become once experts are taken over. Works on the meta device too."""
-    return _projections(module) if are_experts(module) and knows_interface(module) else ()
+    return _projections(module) if are_experts(module) and (in_mixture or knows_interface(module)) else ()
 
 
-def multiply_in_fp8(module: Any, name: str, values: Tensor, scales: Tensor) -> None:
-    """Let experts use a weight in fp8, [E, N, D], with its scales, [E, N], in place of the one in their ``matrices``.
+def biases_of(module: Any) -> dict[str, Tensor]:
+    """The biases of the projections of experts that were taken over, [E, N], by the projection's name, if they have any."""
+    return {name: getattr(module, name + _BIAS) for name in _projections(module)} if _has_bias(module) else {}
+
+
+def activation_of(module: Any) -> Gate:
+    """The activation of experts that were taken over."""
+    state: _State = getattr(module, _STATE)
+    return state.gate
+
+
+def multiply_by(module: Any, name: str, weight: Tensor, scales: Tensor | None = None) -> None:
+    """Let experts use a weight, [E, N, D], in place of the one in their ``matrices``. scales: [E, N], if it is in fp8.
 
     To be called for both projections before the experts run.
     """
-    getattr(module, _STATE).in_fp8[name] = values, scales
+    getattr(module, _STATE).replaced[name] = weight, scales
+
+
+def add_biases(module: Any, biases: Mapping[str, Tensor | None]) -> None:
+    """Let experts add other biases than their own, by the projection's name; None: none."""
+    getattr(module, _STATE).biases.update(biases)
 
 
 def _dense_experts(module: Any, hidden_states: Tensor) -> Tensor:

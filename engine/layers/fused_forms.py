@@ -20,7 +20,7 @@ from stoker.engine.attention import EVERY_KEY
 from stoker.engine.layers.experts import run_on
 from stoker.engine.layers.fused_branches import Block, MixerBranch, MlpBranch, NormBefore, OriginalBranch
 from stoker.engine.layers.fused_decoder import FusedDecoderLayer
-from stoker.engine.layers.fused_mixers import mixers_of
+from stoker.engine.layers.fused_mixers import Pointwise, mixers_of
 from stoker.engine.layers.layer_structure import Branch, Structure, norm_of
 from stoker.engine.layers.linears import Linears, matrix_of
 from stoker.engine.layers.probe import FAR, POSITIONS, TOLERANCE, Recorder, clipping_within_reach, on_noise
@@ -66,7 +66,7 @@ class BranchMaker:
             assert act is not None
             return MixerBranch(
                 inputs=gate_up,
-                mixer=lambda x, *_: act(x),
+                mixer=Pointwise(act),
                 inner=(),
                 out=down,
                 scale=branch.scale,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stoker.engine.layers.experts import may_be_rounded
+from stoker.engine.layers.experts import may_be_replaced
 from stoker.engine.layers.fused_decoder import FusedDecoderLayer
 from stoker.engine.layers.fused_forms import BranchMaker, FusedForms
 from stoker.engine.layers.fused_model import FusedModel
@@ -38,14 +38,20 @@ def fusion_groups(shell: ModelShell) -> list[tuple[str, ...]]:
     return groups
 
 
-def layer_weights(shell: ModelShell) -> list[list[str]]:
-    """Names of the weights that fused layers would multiply by, layer by layer."""
-    found = []
+def layer_weights(shell: ModelShell, *, shared: bool = False) -> list[list[str]]:
+    """Names of the weights that fused layers would multiply by, layer by layer.
+
+    shared: also those of shared experts, and of experts that run on the operation only where their mixture does.
+    """
+    found, beside = [], list(shared_mlps(shell.module)) if shared else []
     for path, _, _, layer, structure in _candidates(shell):
         linears = [name for b in structure.branches if b.inputs for name in (*b.inputs, *b.inner, b.out)]
         names = [f"{path}.{name}.weight" for name in linears if name]
         for below, module in layer.named_modules():
-            names += [f"{path}.{below}.{name}" for name in may_be_rounded(module)]
+            names += [f"{path}.{below}.{name}" for name in may_be_replaced(module, in_mixture=shared)]
+        for block, _, branch in beside:
+            if block == path or block.startswith(f"{path}."):
+                names += [f"{block}.{name}.weight" for name in (*branch.inputs, branch.out) if name]
         found.append(names)
     return found
 
@@ -92,6 +98,7 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
             shell.lora.replaced(project.paths[0], {project.paths: project.lora})
             shell.lora.replaced(fused_model.per_layer.norm_path, {})
         shell.hidden, shell.logits, shell.refresh = fused_model.hidden, fused_model.logits, fused_model.refresh
+        shell.share_head = fused_model.share_head
     return len(layers), all(layer.runs_on_ops for layer in layers)
 
 

@@ -30,6 +30,16 @@ _OF_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "kv_a_layernorm", "q_a_lay
 Mixer = Callable[[Tensor, Any, Any], Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Pointwise:
+    """A function of each number, in place of attention: what is between an MLP's projections where it has no gate."""
+
+    act: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor, *_: Any) -> Tensor:
+        return self.act(x)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """Norms of queries and keys, rotary embedding, attention, and a gate on each head, or on each number."""
@@ -83,9 +93,13 @@ class Attention:
         )
         return out.flatten(1) if gate is None else (out * self.gate_act(gate)).flatten(1)
 
+    @property
+    def _widths(self) -> list[int]:
+        """Of queries, keys and values."""
+        return [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
+
     def _normed(self, qkv: Tensor, query_norm: Norm, key_norm: Norm) -> Tensor:
-        widths = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
-        query, key, value = torch.split(qkv, widths, dim=1)
+        query, key, value = torch.split(qkv, self._widths, dim=1)
         return torch.cat((self.ops.rms_norm(query, *query_norm), self.ops.rms_norm(key, *key_norm), value), dim=1)
 
 

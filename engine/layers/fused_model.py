@@ -14,6 +14,7 @@ from stoker.engine.layers.linears import Linears
 from stoker.engine.layers.probe import TOLERANCE, Recorder
 from stoker.engine.layers.rotary import Rotary
 from stoker.engine.model import ModelShell
+from stoker.engine.parallel.tensor_parallel import TensorParallel
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Norm
 
@@ -83,6 +84,7 @@ class FusedModel:
         has_inputs = hasattr(body, "per_layer_model_projection")
         self.per_layer = PerLayerInputs(shell, ops) if has_inputs else None
         self.ids: Tensor | None = None  # by token, the one whose embedding is used; None: its own
+        self.parallel: TensorParallel | None = None
         self.norms_first = False  # whether embeddings get the last norm, too (NanoChat)
         self.kept: dict[str | None, tuple[Tensor, ...]] | None = None
         if all(self._bytes(kind) <= _KEPT_BYTES for kind in self.kinds):
@@ -178,8 +180,17 @@ class FusedModel:
             return self.shell.module_logits(self.last_norm(hidden))
         return self.project(hidden)
 
+    def share_head(self, parallel: TensorParallel) -> None:
+        """Have each rank compute the logits of a part of the vocabulary, and put them together."""
+        self.parallel = parallel
+
     def _project(self, hidden: Tensor) -> Tensor:
-        return self.ops.linear(hidden, self.head.weight, self.head.bias, norm=self.norm)
+        weight, bias = self.head.weight, self.head.bias
+        if self.parallel is None:
+            return self.ops.linear(hidden, weight, bias, norm=self.norm)
+        rows = self.parallel.share(len(weight))
+        mine = self.ops.linear(hidden, weight[rows], None if bias is None else bias[rows], norm=self.norm)
+        return self.parallel.side_by_side(mine, len(weight))
 
     def agrees(self) -> bool:
         """Whether the logits are those of the model's own forward, which may treat placeholders of images as padding."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,7 +151,7 @@ class Mamba:
     ops: Ops
     layer: int
     module: Any  # the original, for its parameters
-    of_step: Linears  # makes the step's latent vector, B and C
+    of_step: Callable[[Tensor], Tensor]  # makes the step's latent vector, B and C
     norms: tuple[Norm, ...]  # of these three (Jamba, Falcon-Mamba), or none
 
     def __call__(self, projected: Tensor, tables: Any, context: Any) -> Tensor:
