@@ -20,7 +20,7 @@ from stoker.engine import device as device_module
 from stoker.engine import virtual_memory
 from stoker.engine.device import CpuRuntime
 from stoker.engine.graphs import GraphStep
-from stoker.engine.layers import fp8_weights
+from stoker.engine.layers import derived_weights
 from stoker.engine.virtual_memory import DeviceBuffer, PlainBuffer, VirtualBuffer
 from stoker.kernels.errors import EngineStateError
 from stoker.kernels.triton_ops import TRITON
@@ -231,7 +231,7 @@ def test_graphs_outlive_copies_of_weights_that_sleep_where_addresses_do(
     driver = StrictDriver()
     if lasting:
         make = lambda nbytes, device: VirtualBuffer(nbytes, driver, chunk=64 * KIB)  # noqa: E731
-        for module in (binding, fp8_weights):
+        for module in (binding, derived_weights):
             monkeypatch.setattr(module, "virtual_buffer", make)
     released: list[int] = []
     monkeypatch.setattr(GraphStep, "release_graphs", lambda self: released.append(1))

@@ -6,6 +6,7 @@ import os
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import zero
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from trl_setup import LOGPROB_TOLERANCE, make_model, worst_difference
 
 from stoker.integrations.accelerate import AcceleratedEngine
-from stoker.rollout import EngineConfig, SamplingParams
+from stoker.rollout import EngineConfig, InvalidRequestError, SamplingParams
 
 PROMPTS = [[3, 4, 5], [6] * 20]
 PARAMS = SamplingParams(n=2, max_tokens=8, ignore_eos=True)
@@ -103,7 +104,8 @@ class BesideACritic(torch.nn.Module):
         return out
 
 
-def follow(rank: int, how: str) -> dict[str, Any]:
+def follow(rank: int, how: str, together: bool = False) -> dict[str, Any]:
+    """together: both ranks run one model."""
     launched()
     accelerator = by_fsdp2() if how == "fsdp2" else by_deepspeed(int(how[-1]))
     model = make_model()
@@ -111,7 +113,8 @@ def follow(rank: int, how: str) -> dict[str, Any]:
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
     asleep, versions = [], []
     given = accelerator.unwrap_model(model).policy if how == "zero 3" else model
-    with AcceleratedEngine(accelerator, given, sleep=True) as engine:
+    config = EngineConfig(tensor_parallel_size=1 + together)
+    with AcceleratedEngine(accelerator, given, sleep=True, config=config) as engine:
         first = engine.generate_batch(PROMPTS, PARAMS)
         assert worst_difference(whole(given), first) < LOGPROB_TOLERANCE
         for step in range(3):
@@ -120,7 +123,7 @@ def follow(rank: int, how: str) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
             asleep.append(is_asleep(engine.engine))
-            for _ in range(1 + rank):  # a collective in the second one would never end
+            for _ in range(1 if together else 1 + rank):  # a collective in the second one would never end
                 batch = engine.generate_batch(PROMPTS, PARAMS)
             versions.append(engine.engine.weight_version)
             assert worst_difference(whole(given), batch) < LOGPROB_TOLERANCE
@@ -129,7 +132,7 @@ def follow(rank: int, how: str) -> dict[str, Any]:
         optimizer.step()
         engine.engine.wake_up()
         engine.engine.update_weights()
-        for _ in range(rank):  # nor in the first one, once the loop has taken the weights itself
+        for _ in range(0 if together else rank):  # nor in the first one, once the loop has taken the weights itself
             engine.generate_batch(PROMPTS, PARAMS)
         source = engine.engine._binding.source.kind
     return {"asleep": asleep, "versions": versions, "source": source, "seed": engine.engine.config.seed}
@@ -165,8 +168,15 @@ def follow_ddp(rank: int) -> dict[str, Any]:
         }
 
 
-def share_a_batch(rank: int, folder: str) -> dict[str, Any]:
-    """Two ranks that compute each batch together, by tensor parallelism: accelerate's loader gives both of them the same one."""
+def worst(scores: Any, sampled: list[float]) -> float:
+    return float((scores.logprobs - torch.tensor(sampled)).abs().max())
+
+
+def share_a_batch(rank: int, folder: str, together: bool) -> dict[str, Any]:
+    """Two ranks that compute each batch together, by tensor parallelism: accelerate's loader gives both of them the same one.
+
+    together: they run the model together in rollouts, too.
+    """
     launched()
     with mock.patch.object(ParallelismConfig, "_validate_accelerator"):  # which knows accelerators only
         accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
@@ -180,8 +190,15 @@ def share_a_batch(rank: int, folder: str) -> dict[str, Any]:
         model, torch.utils.data.DataLoader(torch.arange(3, 11).view(4, 2), batch_size=2)
     )
     (first, _) = loader
-    with AcceleratedEngine(accelerator, model, config=EngineConfig(seed=5)) as engine:
+    config = EngineConfig(seed=5, tensor_parallel_size=1 + together)
+    with AcceleratedEngine(accelerator, model, config=config) as engine:
         batch = engine.generate_batch(first.tolist(), PARAMS)
+        if together:
+            with pytest.raises(InvalidRequestError, match="compute each batch together, and their prompts differ"):
+                engine.generate_batch([[3, 4 + rank]], PARAMS)
+            scores = engine.engine.score(batch)
+            sampled = [c.logprobs for output in batch for c in output.completions]
+            assert max(map(worst, scores, sampled)) < LOGPROB_TOLERANCE
         return {
             "source": engine.engine._binding.source.kind,
             "prompts": first.tolist(),

@@ -15,7 +15,7 @@ from families import make_model
 from pretend_device import STATIC, build
 
 from stoker.engine import device as device_module
-from stoker.engine.layers import fp8_weights
+from stoker.engine.layers import derived_weights
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.lora import AdapterRows
 from stoker.rollout import RolloutEngine, binding
@@ -30,7 +30,7 @@ def _of_these_rows(operation: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, out, table, rows, *args, **given: operation(x, out, table, AdapterRows(rows.slots), *args, **given)
 
 
-def _as_one(operation: Callable[..., Any]) -> Callable[..., Any]:
+def as_one(operation: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         graph = EmulatedCuda.now and EmulatedCuda.now.capturing
         return operation(*args, **kwargs) if graph is None else graph.as_one(operation, args, kwargs)
@@ -39,7 +39,7 @@ def _as_one(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 GRAPHED: Ops = replace(STATIC, lora=_of_these_rows(STATIC.lora), lora_embedding=_of_these_rows(STATIC.lora_embedding))
-GRAPHED = replace(GRAPHED, **{name: _as_one(getattr(GRAPHED, name)) for name in _AS_ONE})
+GRAPHED = replace(GRAPHED, **{name: as_one(getattr(GRAPHED, name)) for name in _AS_ONE})
 
 
 class _StableBuffer:
@@ -70,7 +70,7 @@ def on_cuda(
     with emulated_cuda() as device, pytest.MonkeyPatch.context() as patch:
         for module in (checksum, staging):
             patch.setattr(module, "ops_for", lambda *_, **__: STATIC)
-        for module in (device_module, fp8_weights, binding) if stable else ():
+        for module in (device_module, derived_weights, binding) if stable else ():
             patch.setattr(module, "virtual_buffer", _virtual_buffer)
         with build(device.adopt(model), ops=ops, runtime=device_module.runtime_for, **fields) as engine:
             yield engine, device

@@ -107,6 +107,7 @@ def _main(
     function: Callable[..., Any], rank: int, world_size: int, store: str, arguments: Any, timeout: float, results: Any
 ) -> None:
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # threads that wait for others would take the processors of other ranks
     try:
         dist.init_process_group(
             "gloo",

@@ -54,7 +54,7 @@ def rounded_base(model: PeftModel, names: Iterable[str]) -> PeftModel:
 
 def names_of(engine: RolloutEngine) -> set[str]:
     """Of the weights that an engine rounds."""
-    fp8 = engine._binding.rounded
+    fp8 = engine._binding.derived
     assert fp8 is not None
     return {*fp8.by_name}
 

@@ -58,7 +58,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None
 
 def layers_of(model: Any) -> Any:
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's
-    return plain.get_decoder().layers
+    decoder = plain.get_decoder()
+    return getattr(decoder, "model", decoder).layers  # Llama 4's has a head
 
 
 # -- the ways to shard -------------------------------------------------------------------------------------------

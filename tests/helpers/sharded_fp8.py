@@ -71,7 +71,7 @@ def follow(rank: int, name: str, wrap: Any) -> None:
     theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin, model))
     with RolloutEngine(model, config=IN_FP8) as engine:
         assert assert_rounded(engine, twin) == {0}
-        fp8, mirror = engine._binding.rounded, engine._binding.source.mirror  # type: ignore[attr-defined]
+        fp8, mirror = engine._binding.derived, engine._binding.source.mirror  # type: ignore[attr-defined]
         sizes = {n: p.nbytes for n, p in twin.named_parameters()}
         matrices = sum(sizes[n] for n in names_of(engine))
         buffers = sum(b.nbytes for b in twin.buffers())
@@ -91,7 +91,7 @@ def follow(rank: int, name: str, wrap: Any) -> None:
             )
             written = engine.stats().last_update_bytes
         assert written == sum(sizes.values()) - matrices + sum(
-            t.nbytes for part in fp8.by_name.values() for t in part[1:]
+            t.nbytes for part in fp8.by_name.values() for t in part.made
         )
         assert engine.update_weights() == 3 and engine.stats().last_update_bytes == 0
         with torch.no_grad():
@@ -102,7 +102,7 @@ def follow(rank: int, name: str, wrap: Any) -> None:
         assert engine.verify_weights().ok
         scrambled = sorted(names_of(engine))[-1]
         if rank == 0:
-            values = fp8.by_name[scrambled].values.view(torch.uint8)
+            values = fp8.by_name[scrambled].made[0].view(torch.uint8)
             values.copy_(values.flip(0))
         assert engine.verify_weights().mismatched == ((scrambled,) if rank == 0 else ())
 
@@ -144,7 +144,7 @@ def sleep(rank: int) -> None:
     theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin, model))
     with RolloutEngine(model, config=IN_FP8) as engine:
         before = assert_rounded(engine, twin)
-        storage = engine._binding.rounded._memory.data.untyped_storage()  # type: ignore[union-attr]
+        storage = engine._binding.derived._memory.data.untyped_storage()  # type: ignore[union-attr]
         for level in (1, 2, 3):
             engine.sleep(level)
             assert (storage.nbytes() == 0) == (level > 1)

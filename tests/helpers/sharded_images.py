@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import vision
 from sharded import CONFIG, by_ddp, by_fsdp1, by_fsdp2
 
@@ -23,14 +24,18 @@ def check(engine: RolloutEngine, model: Any, prompts: list[vision.Prompt]) -> No
         torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4)
 
 
-def follow(rank: int, how: str, kind: str) -> None:
-    """After every step, the vision tower's too, the engine is a twin without any wrapper; each rank on its own prompts."""
+def follow(rank: int, how: str, kind: str, together: bool = False) -> None:
+    """After every step, the vision tower's too, the engine is a twin without any wrapper; each rank on its own prompts.
+
+    together: all ranks run one model.
+    """
     twin = vision.make_model(kind, num_hidden_layers=2)
     model = WRAPPERS[how](vision.make_model(kind, num_hidden_layers=2))
     prompts = [vision.make_prompt(kind, layout, seed=rank) for layout in LAYOUTS[rank:]]
     batch = vision.make_prompt(kind, LAYOUTS[0], seed=9)
     theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin, model))
-    with RolloutEngine(model, config=replace(CONFIG, gather_memory=2**16)) as engine:
+    size = dist.get_world_size() if together else 1
+    with RolloutEngine(model, config=replace(CONFIG, gather_memory=2**16, tensor_parallel_size=size)) as engine:
         check(engine, twin, prompts)
         for _ in range(2):
             for wrapped, optimizer in ((twin, theirs), (model, ours)):

@@ -12,9 +12,10 @@ from accelerate import Accelerator
 from accelerated import adapted, deepspeed_on_a_cpu, is_asleep, launched, lora, shard, whole
 from trl_setup import LOGPROB_TOLERANCE, build, logged, make_model, plain_logprobs, worst_difference
 
-from stoker.rollout import EngineStateError
+from stoker.rollout import EngineConfig, EngineStateError
 
 AUTO = {"train_micro_batch_size_per_gpu": "auto"}
+TOGETHER = EngineConfig(tensor_parallel_size=2)
 
 
 def is_kept(engine: Any) -> bool:
@@ -31,10 +32,11 @@ def train(
     adapter: bool = False,
     by_config: bool = False,
     beta: float = 0.0,
+    together: bool = False,
 ) -> dict[str, Any]:
     """A trainer of TRL over two ranks' weights, or of an adapter, with GRPO's groups cut between them.
 
-    by_config: the trainer makes the adapter. beta: of its divergence from a reference.
+    by_config: the trainer makes the adapter. beta: of its divergence from a reference. together: both ranks run one model.
     """
     from stoker.integrations.trl import attach, detach
 
@@ -54,7 +56,7 @@ def train(
         shard(trainer.accelerator.state, int(how[-1]))
         trainer.is_fsdp_enabled = True
         Accelerator.device = torch.device("cpu")  # of which FSDP1 knows no index
-    engine = attach(trainer)
+    engine = attach(trainer, config=TOGETHER if together else None)
     sample, backward = engine.generate_batch, trainer.accelerator.backward
     asleep: list[bool] = []
     kept: list[bool] = []
@@ -62,7 +64,7 @@ def train(
     prompts: list[list[int]] = []
 
     def keep(*arguments: Any, **fields: Any) -> Any:
-        for _ in range(1 + 2 * rank):  # a collective in one of them would never end
+        for _ in range(1 if together else 1 + 2 * rank):  # a collective in one of them would never end
             batch = sample(*arguments, **fields)
         differences.append(worst_difference(whole(trainer.model_wrapped), batch, trainer.args.temperature))
         prompts.extend(output.prompt_token_ids for output in batch)
@@ -79,7 +81,7 @@ def train(
     kept.append(is_kept(engine))
     version = engine.weight_version
     engine.generate_batch = sample  # type: ignore[method-assign]
-    for _ in range(rank):  # nor in this one
+    for _ in range(0 if together else rank):  # nor in this one
         trainer.vllm_generation.sample([[3, 4, 5]], None, 1)
     after = list(whole(trainer.model_wrapped).parameters())
     found = {
@@ -187,13 +189,16 @@ def score_in_a_reward(rank: int, folder: str) -> list[float]:
     return found
 
 
-def train_one_policy(rank: int, folder: str) -> dict[str, Any]:
-    """GRPO under DDP, of groups that are each cut in the middle: 2 rows a process and groups of 4."""
+def train_one_policy(rank: int, folder: str, together: bool) -> dict[str, Any]:
+    """GRPO under DDP, of groups that are each cut in the middle: 2 rows a process and groups of 4.
+
+    together: both ranks run one model.
+    """
     from stoker.integrations.trl import attach, detach
 
     launched()
     trainer = build("grpo", folder, per_device_train_batch_size=2, per_device_eval_batch_size=2, ddp_backend="gloo")
-    engine = attach(trainer)
+    engine = attach(trainer, config=TOGETHER if together else None)
     prompts, completions = [], []
     generate = trainer.vllm_generation.generate
 
@@ -207,7 +212,7 @@ def train_one_policy(rank: int, folder: str) -> dict[str, Any]:
     before = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.train()
     # A different number of calls on each: a collective in one of them would never end.
-    for _ in range(1 + 2 * rank):
+    for _ in range(1 if together else 1 + 2 * rank):
         _, ids, logprobs, _ = generate([[3, 4, 5]], None, 1)
     model = trainer.accelerator.unwrap_model(trainer.model)
     plain = plain_logprobs(model, [3, 4, 5], ids[0])

@@ -377,7 +377,8 @@ def test_two_processes() -> None:
     assert all((array == second["weights"][name]).all() for name, array in first["weights"].items())
 
 
-def test_processes_that_compute_a_batch_together_sample_the_same(tmp_path: Path) -> None:
-    first, second = ranks.run(accelerated.share_a_batch, 2, str(tmp_path))
+@pytest.mark.parametrize("together", [False, True])
+def test_processes_that_compute_a_batch_together_sample_the_same(tmp_path: Path, together: bool) -> None:
+    first, second = ranks.run(accelerated.share_a_batch, 2, str(tmp_path), together)
     assert first == second, "or the layers' parts would be computed on different tokens"
     assert first["source"] == "mirror" and first["difference"] < LOGPROB_TOLERANCE

@@ -14,10 +14,11 @@ from trl_setup import LOGPROB_TOLERANCE
 pytest.importorskip("trl", reason="TRL is not installed")
 
 
-def test_two_processes_train_one_policy(tmp_path: Path) -> None:
-    first, second = ranks.run(sharded_trl.train_one_policy, 2, str(tmp_path))
+@pytest.mark.parametrize("together", [False, True])
+def test_two_processes_train_one_policy(tmp_path: Path, together: bool) -> None:
+    first, second = ranks.run(sharded_trl.train_one_policy, 2, str(tmp_path), together)
     assert first["wrapper"] == second["wrapper"] == "DistributedDataParallel"
-    assert second["seed"] == first["seed"] + 1
+    assert second["seed"] == first["seed"] + (not together)
     assert first["version"] == second["version"] >= 3
     assert len(first["prompts"]) == 3
     assert first["prompts"] == second["prompts"]  # the other half of the same groups
@@ -59,6 +60,12 @@ def test_every_rank_samples_from_the_whole_model(tmp_path: Path, how: str, kind:
         sharded_trl.assert_trained(found, "aliased" if how == "ddp" else "mirror")
     # Halves of the same groups, or prompts of each rank's own.
     assert (first["prompts"] == second["prompts"]) == (kind in ("grpo", "rloo"))
+
+
+@pytest.mark.parametrize(("how", "adapter"), [("fsdp2", False), ("fsdp2", True), ("zero 3", False)])
+def test_ranks_that_run_one_model_together(tmp_path: Path, how: str, adapter: bool) -> None:
+    for found in ranks.run(sharded_trl.train, 2, how, str(tmp_path), "grpo", adapter, False, 0.0, True):
+        sharded_trl.assert_trained(found, kept=adapter)
 
 
 def test_a_reward_function_scores_under_shards_that_went_to_sleep(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from trl_setup import (
     trainers,
 )
 
-from stoker.rollout import InvalidConfigError, InvalidRequestError, RolloutBatch, StokerError
+from stoker.rollout import EngineConfig, InvalidConfigError, InvalidRequestError, RolloutBatch, StokerError
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
@@ -178,6 +178,16 @@ def test_processes_that_compute_a_batch_together_are_refused(
     refused(trainer, InvalidConfigError, f"^processes compute each batch together .*{name}=2.* AcceleratedEngine$")
     monkeypatch.setattr(trainer.accelerator.state, "parallelism_config", ParallelismConfig(dp_shard_size=2))
     attach(trainer)
+
+
+@pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factories"])
+def test_processes_that_run_one_model_all_generate_equally_often(make_trainer: MakeTrainer, name: str) -> None:
+    trainer = make_trainer()
+    vars(trainer)[name] = [len]
+    before = dict(vars(trainer))
+    with pytest.raises(InvalidConfigError, match=f"^rollouts with {name} begin requests on each process by itself"):
+        attach(trainer, config=EngineConfig(tensor_parallel_size=2))
+    assert vars(trainer) == before
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,6 +8,8 @@ from typing import Any
 
 import oracle
 import pytest
+import ranks
+import together_gpu
 import torch
 import vision
 import windowed
@@ -350,3 +352,7 @@ def test_the_cache_comes_back_where_it_was_and_graphs_still_hold() -> None:
         assert max(free[10:]) - min(free[10:]) <= 2**21, "memory drifts"
         engine.sleep(level=2)
         assert not engine.core.runner._graphs  # type: ignore[attr-defined]
+
+
+def test_two_ranks_run_one_model_on_one_device() -> None:
+    ranks.run(together_gpu.families, 2, timeout=120.0)

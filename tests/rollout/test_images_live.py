@@ -111,6 +111,11 @@ def test_sharded(how: str, kind: str) -> None:
     ranks.run(sharded_images.follow, 2, how, kind)
 
 
+@pytest.mark.parametrize(("how", "kind"), [("fsdp2", "qwen3_vl"), ("ddp", "qwen2_vl")])
+def test_ranks_that_run_one_model(how: str, kind: str) -> None:
+    ranks.run(sharded_images.follow, 2, how, kind, True)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_model_is_left_as_it_was(kind: str) -> None:
     """In training mode, with the same attributes and hooks, and trainable."""

@@ -163,14 +163,14 @@ def test_no_thread_sleeps_under_a_call_that_begins(call: str, monkeypatch: pytes
         )
 
     with build() as engine:
-        resolve, there, tried = engine._adapters.resolve, threading.Event(), threading.Event()
+        found, there, tried = engine._adapters.found, threading.Event(), threading.Event()
 
         def after_a_while(*args: Any) -> Any:
             there.set()
             tried.wait(0.5)
-            return resolve(*args)
+            return found(*args)
 
-        monkeypatch.setattr(engine._adapters, "resolve", after_a_while)
+        monkeypatch.setattr(engine._adapters, "found", after_a_while)
         with beside(lambda: ask(engine)):
             assert there.wait(60)
             try:  # it is through or under way by then

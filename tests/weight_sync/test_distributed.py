@@ -29,9 +29,11 @@ def test_packed_weights_of_which_each_rank_has_its_part_of_both():
     ranks.run(sharded.packed, 2)
 
 
-def test_fsdp2_under_accelerate():
-    for rank, found in enumerate(ranks.run(accelerated.follow, 2, "fsdp2")):
-        assert found == {"asleep": [True] * 3, "versions": [1, 2, 3], "source": "mirror", "seed": rank}
+@pytest.mark.parametrize("together", [False, True])
+def test_fsdp2_under_accelerate(together):
+    for rank, found in enumerate(ranks.run(accelerated.follow, 2, "fsdp2", together)):
+        seed = 0 if together else rank  # the first rank's, of those that run one model
+        assert found == {"asleep": [True] * 3, "versions": [1, 2, 3], "source": "mirror", "seed": seed}
 
 
 def test_a_step_under_accelerate_while_fsdp2_has_the_model_gathered():

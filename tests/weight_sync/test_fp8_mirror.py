@@ -55,14 +55,14 @@ def test_a_mirror_has_no_plain_copy_of_what_is_rounded(family: str, device: str)
         assert_rounded(engine, copy.deepcopy(model).cpu().float())
         for level in (2, 3):
             with engine.sleeping(level):
-                assert not engine._binding.rounded.resident  # type: ignore[union-attr]
+                assert not engine._binding.derived.resident  # type: ignore[union-attr]
             assert_rounded(engine, copy.deepcopy(model).cpu().float())
-        engine._binding.rounded.by_name[name].scales[0] *= 2  # type: ignore[union-attr]
+        engine._binding.derived.by_name[name].made[1][0] *= 2  # type: ignore[union-attr]
         report = engine.verify_weights()
         assert report.mismatched == (name,) and report.checked == len({*sizes, *dict(model.named_buffers())})
         model.get_parameter(name).data[0] *= 2  # only what has changed is rounded again
         engine.update_weights()
-        (_, *made) = engine._binding.rounded.by_name[name]  # type: ignore[union-attr]
+        _, made = engine._binding.derived.by_name[name]  # type: ignore[union-attr]
         assert engine.stats().last_update_bytes == sum(t.nbytes for t in made)
         assert engine.verify_weights().ok
 

@@ -131,14 +131,14 @@ def test_an_update_in_flight_shows_at_its_seam() -> None:
 def test_a_scrambled_copy_is_named() -> None:
     model = make_model("qwen3_moe")
     with in_fp8(model) as engine:
-        matrices = engine._binding.rounded.by_name
-        row = matrices["model.layers.0.self_attn.k_proj.weight"].values.view(torch.uint8)[3]
+        matrices = engine._binding.derived.by_name
+        row = matrices["model.layers.0.self_attn.k_proj.weight"].made[0].view(torch.uint8)[3]
         row.copy_(row.flip(0))
         assert engine.verify_weights().mismatched == ("model.layers.0.self_attn.k_proj.weight",)
         engine.update_weights()
         assert engine.verify_weights().ok
         experts = next(name for name in matrices if name.endswith("experts.down_proj"))
-        matrices[experts].scales[1, 2] *= 2
+        matrices[experts].made[1][1, 2] *= 2
         assert engine.verify_weights().mismatched == (experts,)
 
 
@@ -149,7 +149,7 @@ def test_a_scrambled_copy_is_named() -> None:
 def test_sleep_gives_their_memory_back(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
     with in_fp8(model) as engine:
-        data = engine._binding.rounded._memory.data.untyped_storage()
+        data = engine._binding.derived._memory.data.untyped_storage()
         wanted = engine.generate_batch([PROMPT], PARAMS)[0].completions[0].logprobs
         assert data.nbytes() == engine.stats().mirror_bytes > 0
         engine.sleep(1)
@@ -165,7 +165,7 @@ def test_sleep_gives_their_memory_back(level: int, monkeypatch: pytest.MonkeyPat
             raise RuntimeError("out of memory")
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine._binding.rounded, "_round", short, raising=False)
+            patch.setattr(engine._binding.derived, "_make", short, raising=False)
             with pytest.raises(EngineStateError, match="no memory for the weights"):
                 engine.wake_up()
         assert calls and data.nbytes() == 0 and engine.is_sleeping
