@@ -34,13 +34,11 @@ Case = tuple[str, dict[str, Any]]  # a family, and fields besides its own
 _ONE_GROUP: dict[str, Any] = {"mamba_n_groups": 1}
 _NORMED_FIRST: dict[str, Any] = {"mamba_rms_norm": True, "mamba_norm_before_gate": True}
 OF_TWO: dict[str, tuple[Case, ...]] = {
-    "delta nets": (("qwen3_next", {}), ("qwen3_5", {}), ("qwen3_5_moe", {}), ("olmo_hybrid", {})),
+    "delta nets": (("qwen3_next", {}), ("qwen3_5", {}), ("olmo_hybrid", {})),
     "latent attention": (("deepseek_v2", {}), ("deepseek_v3", {}), ("deepseek_v32", {})),
     "whole norms": (("olmo2", {}), ("olmoe", {})),
     "Mamba-2": (
-        ("bamba", {}),
         ("bamba", _ONE_GROUP),
-        ("falcon_h1", {}),
         ("falcon_h1", _ONE_GROUP | _NORMED_FIRST),
         ("granitemoehybrid", {}),
         ("nemotron_h", {"use_bias": True}),
@@ -51,11 +49,9 @@ OF_TWO: dict[str, tuple[Case, ...]] = {
     "inputs of layers": (("gemma4", {}),),
 }
 # They have two key heads; or two groups of B and C, and of heads that are normed together.
-OF_FOUR: tuple[Case, ...] = (("qwen3_next", {}), ("qwen3_5", {}), ("olmo2", {}), ("bamba", {}))
+OF_FOUR: tuple[Case, ...] = (("qwen3_next", {}), ("olmo2", {}), ("bamba", {}))
 LATER = ("kimi_linear", "bailing_hybrid")
-SHARDED: tuple[Case, ...] = tuple(
-    (family, {}) for family in ("qwen3_next", "deepseek_v3", "olmoe", "falcon_h1", "lfm2", "jamba", "llama4")
-)
+SHARDED: tuple[Case, ...] = tuple((family, {}) for family in ("qwen3_next", "deepseek_v3", "falcon_h1", "llama4"))
 _MOST = 1.2  # of a rank's even share of the weights: what heads have in common is whole on each
 
 
