@@ -162,10 +162,10 @@ class Sampler:
                 logprobs = torch.where(rows.mode == mode, self.ops.token_logprobs(*bases[mode], tokens), logprobs)
         if not rows.top_logprobs:
             return SamplerOutput(tokens, logprobs)
-        ids, values = likeliest(self.ops, *bases[rows.modes[0]], rows.top_logprobs)
+        ids, values = likeliest(self.ops, *bases[rows.modes[0]], rows.top_logprobs, tokens, logprobs)
         for mode in rows.modes[1:]:
             own = (rows.mode == mode)[:, None]
-            own_ids, own_values = likeliest(self.ops, *bases[mode], rows.top_logprobs)
+            own_ids, own_values = likeliest(self.ops, *bases[mode], rows.top_logprobs, tokens, logprobs)
             ids, values = torch.where(own, own_ids, ids), torch.where(own, own_values, values)
         return SamplerOutput(tokens, logprobs, ids, values)
 
@@ -183,11 +183,17 @@ class Sampler:
         )
 
 
-def likeliest(ops: Ops, logits: Tensor, inverse_temperature: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens, int64 [R, count], and their log-probabilities, fp32. logits: [R, V] of any float dtype."""
+def likeliest(
+    ops: Ops, logits: Tensor, inverse_temperature: Tensor, count: int, tokens: Tensor, logprobs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens, int64 [R, count], and their log-probabilities, fp32. logits: [R, V] of any float dtype.
+
+    tokens, logprobs: one of each row, and what was said of it, as is said of it here then: kernels differ in the last bits.
+    """
     values, ids = logits.topk(count, dim=-1)
     values = values.float()
     if count:  # from the differences to the first one, which needs nothing as large as the logits
         first = ops.token_logprobs(logits, inverse_temperature, ids[:, 0])
         values = first[:, None] + (values - values[:, :1]) * inverse_temperature[:, None]
+        values = torch.where(ids == tokens[:, None], logprobs[:, None], values)
     return ids, values

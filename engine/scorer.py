@@ -102,5 +102,5 @@ class Scorer:
     def _chunk(self, logits: Tensor, targets: Tensor, inverse: Tensor, top_k: int) -> tuple[Tensor, ...]:
         """logits: [R, V]. Returns columns of ``TokenScores``."""
         logprobs, entropy, ranks = self.ops.score_tokens(logits, inverse, targets)
-        ids, values = likeliest(self.ops, logits, inverse, top_k)
+        ids, values = likeliest(self.ops, logits, inverse, top_k, targets, logprobs)
         return logprobs, entropy, ranks, ids, values

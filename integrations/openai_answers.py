@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
 from stoker.integrations.openai_api import Call
 from stoker.integrations.text_stream import TextStream
-from stoker.rollout import Completion, RolloutChunk, RolloutOutput
+from stoker.rollout import Completion, RolloutChunk, RolloutOutput, TokenLogprobs
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
-def answer(call: Call, outputs: Sequence[RolloutOutput], tokenizer: Any, created: int) -> dict[str, Any]:
-    """The answer to a call that is not streamed. created: seconds since 1970."""
-    choices = []
+def answer(call: Call, outputs: Sequence[RolloutOutput], tokenizer: Any, created: int) -> bytes:
+    """The answer to a call that is not streamed, in JSON. created: seconds since 1970.
+
+    Raises the error of a prompt for which the model gave NaN.
+    """
+    if not call.complete:
+        outputs = list(map(_of_prompt_alone, outputs))
+    whole, choices = {**_head(call, created, stream=False), "usage": _usage(outputs)}, []
     for row, output in enumerate(outputs):
+        given = {} if call.prompt_logprobs is None else {"prompt_logprobs": _prompt_logprobs(call, output, tokenizer)}
         for completion in output.completions:
             message = _parsed(call, output, completion, tokenizer) if call.chat else {}
             choice: dict[str, Any] = {"index": row * call.params.n + completion.index, **_end(completion, message)}
             if call.chat:
                 choice["message"] = {"role": "assistant", **message}
             else:
-                choice["text"] = completion.text or ""
-            top = completion.top_logprobs
-            choice["logprobs"] = _logprobs(call, completion.token_ids, completion.logprobs, top, tokenizer)
+                choice["text"] = _echo(call, row, output, tokenizer) + (completion.text or "")
+            choice["logprobs"] = _logprobs(call, *_with_echo(call, output, completion), tokenizer)
             if call.ids:
                 choice["prompt_token_ids"] = output.prompt_token_ids
                 choice |= {"token_ids": completion.token_ids, "weight_versions": completion.weight_versions}
-            choices.append(choice)
-    return {**_head(call, created, stream=False), "choices": choices, "usage": _usage(outputs)}
+            choices.append(_json(choice, {} if call.chat else given))
+    of_chat = given if call.chat else {}  # as vLLM has it
+    return _json(whole, {"choices": f"[{','.join(choices)}]", **of_chat}).encode()
 
 
 def failure(status: int, message: str, code: str | None = None) -> dict[str, Any]:
@@ -110,41 +117,158 @@ def _tool_call(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
 
 
+def _json(plain: Mapping[str, Any], written: Mapping[str, str]) -> str:
+    """JSON of an object with ``plain`` fields, at least one, and others whose JSON is ``written`` already."""
+    first = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))[1:-1]
+    others = [f'"{name}":{text}' for name, text in written.items()]
+    return f"{{{','.join([first, *others])}}}"
+
+
+def _namer(call: Call, tokenizer: Any) -> Callable[[int], str]:
+    """What a token is called where log-probabilities name it."""
+    if tokenizer is None or call.named_by_ids:
+        return "token_id:{}".format
+    return lambda token: str(tokenizer.decode([token]))
+
+
+# -- prompts -------------------------------------------------------------------------------------------------------
+
+
+def _of_prompt_alone(output: RolloutOutput) -> RolloutOutput:
+    """As if nothing had been sampled."""
+    empty: dict[str, Any] = {
+        "token_ids": [],
+        "logprobs": [],
+        "weight_versions": [],
+        "stop_reason": None,
+        "_decode": None,
+    }
+    completions = [
+        replace(c, **empty, top_logprobs=c.top_logprobs and [], finish_reason="length" if c.token_ids else "abort")
+        for c in output.completions
+    ]
+    return replace(output, completions=completions)
+
+
+def _echo(call: Call, row: int, output: RolloutOutput, tokenizer: Any) -> str:
+    if not call.echo:
+        return ""
+    given = call.prompts[row]
+    if isinstance(given, str):
+        return given
+    return "" if tokenizer is None else str(tokenizer.decode(output.prompt_token_ids))
+
+
+def _with_echo(
+    call: Call, output: RolloutOutput, completion: Completion
+) -> tuple[list[int], Sequence[float | None], Sequence[dict[int, float] | None] | None]:
+    """Tokens, their log-probabilities and the likeliest ones: of the completion, and before it of the prompt if it is echoed."""
+    ids, logprobs, top = completion.token_ids, completion.logprobs, completion.top_logprobs
+    if not (call.echo and call.logprobs):
+        return ids, logprobs, top
+    prompt = output.prompt_token_ids
+    # None of the first token, and none at all where the request was aborted before.
+    of_prompt: list[float | None] = [None] * len(prompt)
+    top_of_prompt: list[dict[int, float] | None] = [None] * len(prompt)
+    if (given := _scored(output)) is not None:
+        of_prompt[1:] = given.logprobs.tolist()
+        top_of_prompt[1:] = map(dict, _likeliest(given, call.params.logprobs))
+    return prompt + ids, [*of_prompt, *logprobs], None if top is None else [*top_of_prompt, *top]
+
+
+def _prompt_logprobs(call: Call, output: RolloutOutput, tokenizer: Any) -> str:
+    """Of each of a prompt's tokens, as vLLM gives them, in JSON: by id the token itself, and the likeliest ones.
+
+    There may be millions, which are written position by position: ``json.dumps`` of them all would keep other threads waiting.
+    """
+    if (given := _scored(output)) is None:
+        return "null"
+    texts: dict[int, str] = {}  # in JSON
+    name = _namer(call, tokenizer)
+    positions = ["null"]  # of the first token
+    for token, logprob, rank, likeliest in zip(
+        given.token_ids.tolist(),
+        given.logprobs.tolist(),
+        given.ranks.tolist(),
+        _likeliest(given, call.prompt_logprobs or 0),
+        strict=True,
+    ):
+        said = {token: (logprob, rank)} | {i: (value, r) for r, (i, value) in enumerate(likeliest, 1)}
+        for i in said.keys() - texts.keys():
+            texts[i] = json.dumps(name(i))
+        entries = [
+            f'"{i}":{{"logprob":{_held(value)},"rank":{r},"decoded_token":{texts[i]}}}'
+            for i, (value, r) in said.items()
+        ]
+        positions.append(f"{{{','.join(entries)}}}")
+    return f"[{','.join(positions)}]"
+
+
+def _likeliest(given: TokenLogprobs, count: int) -> Iterator[list[tuple[int, float]]]:
+    """At each token the ``count`` likeliest ids, or as many as there are, with their log-probabilities."""
+    if given.top_ids is None or given.top_logprobs is None:
+        return iter([[]] * len(given.token_ids))
+    rows = zip(given.top_ids[:, :count].tolist(), given.top_logprobs[:, :count].tolist(), strict=True)
+    return (list(zip(ids, values, strict=True)) for ids, values in rows)
+
+
+def _scored(output: RolloutOutput) -> TokenLogprobs | None:
+    """What is known of a prompt's tokens, from the second on; None where the request was aborted before."""
+    given = output.prompt_logprobs
+    if given is not None and given.error is not None:
+        raise given.error
+    return given
+
+
+# -- tokens --------------------------------------------------------------------------------------------------------
+
+
 def _logprobs(
-    call: Call, ids: list[int], logprobs: list[float], top: list[dict[int, float]] | None, tokenizer: Any
+    call: Call,
+    ids: Sequence[int],
+    logprobs: Sequence[float | None],
+    top: Sequence[dict[int, float] | None] | None,
+    tokenizer: Any,
 ) -> dict[str, Any] | None:
+    """None in place of a log-probability: there is none."""
     if not call.logprobs:
         return None
+    text = _namer(call, tokenizer)
 
-    def text(token: int) -> str:
-        return f"token_id:{token}" if tokenizer is None else tokenizer.decode([token])
-
-    def entry(token: int, logprob: float) -> dict[str, Any]:
+    def entry(token: int, logprob: float | None) -> dict[str, Any]:
         written = text(token)
         whole = "�" not in written  # or it is a part of a character
         return {
             "token": written,
-            "logprob": max(logprob, _LEAST_LOGPROB),
+            "logprob": _held(logprob),
             "bytes": list(written.encode()) if whole else None,
         }
 
-    def by_text(others: dict[int, float]) -> dict[str, float]:  # the likeliest of those written alike
-        return {text(token): max(logprob, _LEAST_LOGPROB) for token, logprob in reversed(others.items())}
+    def by_text(others: dict[int, float] | None) -> dict[str, float | None] | None:
+        if others is None:
+            return None
+        return {
+            text(token): _held(logprob) for token, logprob in reversed(others.items())
+        }  # the likeliest of those alike
 
-    alternatives = top or [{}] * len(ids)
     if call.chat:
-        rows = zip(ids, logprobs, alternatives, strict=True)
+        rows = zip(ids, logprobs, top or [{}] * len(ids), strict=True)
         return {
             "content": [
-                {**entry(token, logprob), "top_logprobs": [entry(*item) for item in others.items()]}
+                {**entry(token, logprob), "top_logprobs": [entry(*item) for item in (others or {}).items()]}
                 for token, logprob, others in rows
             ]
         }
     return {
         "tokens": [text(token) for token in ids],
-        "token_logprobs": [max(logprob, _LEAST_LOGPROB) for logprob in logprobs],
+        "token_logprobs": list(map(_held, logprobs)),
         "top_logprobs": None if top is None else list(map(by_text, top)),
     }
+
+
+def _held(logprob: float | None) -> float | None:
+    """As JSON can hold it."""
+    return None if logprob is None else max(logprob, _LEAST_LOGPROB)
 
 
 class Stream:

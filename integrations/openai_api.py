@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
@@ -16,12 +16,12 @@ from stoker.kernels.errors import InvalidRequestError, PromptTooLongError
 from stoker.rollout import RolloutEngine, SamplingParams
 from stoker.rollout.adapters import AdapterChoice
 from stoker.rollout.prompts import read_chat, read_prompts, tokenizer_of
-from stoker.rollout.user_values import shown
+from stoker.rollout.user_values import is_int, shown
 
 _SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "suppress_token_ids", "logit_bias", "seed",
-    "logprobs_mode",
+    "logprobs_mode", "prompt_logprobs",
 )  # fmt: skip
 # Fields that change no completion.
 _NO_MATTER = {
@@ -31,7 +31,6 @@ _NO_MATTER = {
 # Fields of what is not supported, with the values that do not ask for it.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True,),
@@ -42,6 +41,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
 }
 _MOST_SAMPLES = 16384  # more could take all memory
+_MOST_LOGPROBS = 1 << 22  # of prompts' tokens, at 70 bytes of an answer each
 _MOST_CHARACTERS = 128  # of text for each token there may be: as many as the longest tokens of large vocabularies have
 
 
@@ -63,6 +63,10 @@ class Call:
     usage: bool  # at the end of a stream
     ids: bool  # also token ids and weight versions
     logprobs: bool
+    prompt_logprobs: int | None  # as SamplingParams has it; those of ``params`` may be for an echo
+    echo: bool  # the prompt comes before the completion
+    complete: bool  # False: the answer is of the prompt alone
+    named_by_ids: bool  # tokens, where log-probabilities name them
     tools: list[Any] | None
 
 
@@ -82,7 +86,12 @@ def read_call(body: Any, engine: RolloutEngine, model: str, adapter: AdapterChoi
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise InvalidRequestError(f"stream_options={shown(options)}: there is include_usage")
     usage, ids = _flag(options, "include_usage"), _flag(fields, "return_token_ids")
+    named_by_ids = _flag(fields, "return_tokens_as_token_ids")
+    echo, complete = _of_prompts(fields, chat, stream)
     params, logprobs = _sampling(fields, chat)
+    prompt_logprobs = params.prompt_logprobs
+    if echo and logprobs:
+        params = replace(params, prompt_logprobs=max(prompt_logprobs or 0, params.logprobs))
     prompts = [_chat(fields, engine, tools)] if chat else _prompts(fields, engine.max_model_len)
     if params.n * len(prompts) > _MOST_SAMPLES:
         of = f" of {len(prompts)} prompts" if len(prompts) > 1 else ""
@@ -90,6 +99,7 @@ def read_call(body: Any, engine: RolloutEngine, model: str, adapter: AdapterChoi
             f"n={params.n}{of}: the server makes at most {_MOST_SAMPLES} completions in a request"
         )
     _check_empty(fields)
+    _check_logprobs(params, prompts, engine, chat)
     return Call(
         id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}",
         model=asked,
@@ -101,6 +111,10 @@ def read_call(body: Any, engine: RolloutEngine, model: str, adapter: AdapterChoi
         usage=usage,
         ids=ids,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        echo=echo,
+        complete=complete,
+        named_by_ids=named_by_ids,
         tools=tools,
     )
 
@@ -153,6 +167,37 @@ def _flag(fields: dict[str, Any], name: str, *, default: bool = False) -> bool:
     if not isinstance(value, bool):
         raise InvalidRequestError(f"{name}={shown(value)}: give true or false")
     return value
+
+
+def _of_prompts(fields: dict[str, Any], chat: bool, stream: bool) -> tuple[bool, bool]:
+    """Whether the answer repeats the prompts, and whether it has completions: not where it is of the prompts alone."""
+    echo = _flag(fields, "echo")
+    if echo and chat:
+        raise InvalidRequestError("echo=True: the server does not do that for chats; leave it out")
+    asked = next((name for name in ("prompt_logprobs", "echo") if name in fields or (echo and name == "echo")), None)
+    if asked and stream:
+        raise InvalidRequestError(f"{asked} with stream: what it asks for is not streamed; leave one of them out")
+    limit = fields.get("max_tokens")
+    alone = asked is not None and limit == 0 and is_int(limit)
+    if alone:
+        fields["max_tokens"] = 1  # a token that nobody is shown
+    return echo, not alone
+
+
+def _check_logprobs(params: SamplingParams, prompts: list[Any], engine: RolloutEngine, chat: bool) -> None:
+    """Refuse more log-probabilities of prompts than an answer has room for."""
+    if params.prompt_logprobs is None:
+        return
+    if chat:  # token ids, or with images more than that, which takes long to read
+        lengths = [len(p) if isinstance(p, list) else engine.max_model_len for p in prompts]
+    else:
+        lengths = [len(ids) for ids, _ in read_prompts(prompts, None, engine.processor)]
+    tokens = params.n * sum(lengths)
+    if tokens * (params.prompt_logprobs + 1) > _MOST_LOGPROBS:
+        raise InvalidRequestError(
+            f"{params.prompt_logprobs} log-probabilities at each of {tokens} tokens of prompts, besides their own: the server gives "
+            f"at most {_MOST_LOGPROBS} in an answer; ask for fewer, or send fewer prompts in a request"
+        )
 
 
 def _sampling(fields: dict[str, Any], chat: bool) -> tuple[SamplingParams, bool]:

@@ -301,7 +301,8 @@ class Server:
             return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         outputs = await unless(gone(request), self._results(handles))
         # In a thread, as decoding tokens one by one would keep all other clients waiting.
-        return await asyncio.to_thread(lambda: JSONResponse(answer(call, outputs, self._engine.tokenizer, created)))
+        made = asyncio.to_thread(answer, call, outputs, self._engine.tokenizer, created)
+        return Response(await made, media_type="application/json")
 
     async def _tokenize(self, request: Request) -> Response:
         body = parsed(await self._body(request))
@@ -396,5 +397,4 @@ async def _to_nobody(_: Request, error: Exception | None = None) -> Response:
 
 
 def _error(status: int, message: str, code: str | None = None) -> Response:
-    headers = {"retry-after": "1"} if status == 503 else None
-    return JSONResponse(failure(status, message, code), status, headers=headers)
+    return JSONResponse(failure(status, message, code), status, {"retry-after": "1"} if status == 503 else None)

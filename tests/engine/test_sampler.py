@@ -316,6 +316,8 @@ def test_modes_mix_in_a_batch(names: list[str], sampler: Sampler) -> None:
     values, ids = torch.stack(wanted).topk(4)
     assert torch.equal(out.top_ids, ids)
     assert_logprobs(out.top_logprobs, values)
+    row, column = (ids == out.tokens[:, None]).nonzero(as_tuple=True)
+    assert len(row) and torch.equal(out.top_logprobs[row, column], out.logprobs[row]), "two numbers for one token"
 
 
 def test_a_row_does_not_depend_on_what_its_neighbours_ask(sampler: Sampler) -> None:

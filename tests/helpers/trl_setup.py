@@ -84,7 +84,7 @@ def build(kind: str, output_dir: str, *, model: Any = None, more: dict[str, Any]
     }
     if kind in ("sdft", "sdpo"):
         arguments["distillation_topk"] = 4  # the default is more than there are tokens
-    if kind == "distillation":
+    if kind in ("distillation", "server_distillation"):
         arguments["per_device_train_batch_size"] = 4  # samples prompts without repeating them, and drops an uneven rest
     arguments |= {"max_new_tokens": 8} if kind == "online_dpo" else {"max_completion_length": 8}
     if kind == "gkd":
@@ -113,7 +113,7 @@ def build(kind: str, output_dir: str, *, model: Any = None, more: dict[str, Any]
         passed["processing_class"].chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     if kind in ("distillation", "gold", "iw_opd", "gkd"):
         passed["teacher_model"] = make_model(tie_word_embeddings=True)
-    elif kind != "sdft":
+    elif kind not in ("sdft", "server_distillation"):
         passed["reward_funcs"] = count_a
     if kind in ("sdft", "sdpo"):
         arguments["teacher_model_kind"] = "live"  # others are loaded by name, like a reference model
@@ -139,6 +139,10 @@ def _classes(kind: str) -> tuple[Any, Any]:
         return trl.RLOOTrainer, trl.RLOOConfig
     if kind == "distillation":
         return trl.DistillationTrainer, trl.DistillationConfig
+    if kind == "server_distillation":
+        from trl.experimental.server_distillation import ServerDistillationConfig, ServerDistillationTrainer
+
+        return ServerDistillationTrainer, ServerDistillationConfig
     if kind == "sdft":
         from trl.experimental.sdft import SDFTConfig, SDFTTrainer
 

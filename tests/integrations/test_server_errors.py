@@ -55,7 +55,7 @@ def tangled(ways: int) -> dict[str, Any]:
         ({"prompt": ["a", "b", "c"], "n": 5462}, 400, "n=5462 of 3 prompts: the server makes at most 16384"),
         ({"prompt": "a", "max_tokens": "many"}, 400, "max_tokens='many'"),
         ({"prompt": "a", "best_of": 3}, 400, "best_of=3: the server does not do that"),
-        ({"prompt": "a", "echo": True}, 400, "echo=True: the server does not do that"),
+        ({"prompt": "a", "suffix": "b"}, 400, "suffix='b': the server does not do that"),
         ({"prompt": "a", "logit_bias": {"5": "1"}}, 400, "logit_bias={5: '1'}: give a mapping of token ids"),
         ({"prompt": "a", "logit_bias": {"five": 1}}, 400, "logit_bias={'five': 1}: give a mapping of token ids"),
         ({"prompt": "a", "logit_bias": {"9" * 5000: 1}}, 400, "logit_bias="),
