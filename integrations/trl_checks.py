@@ -13,7 +13,8 @@ from stoker.kernels.errors import InvalidConfigError, UnsupportedModelError
 from stoker.rollout import EngineConfig, SamplingParams
 from stoker.rollout.config import check_alone
 
-_OLDEST, _TOO_NEW = {"attach": (1, 10), "asynchronous GRPO": (1, 16)}, (2,)
+_OLDEST = {"attach": (1, 10), "a teacher on a server": (1, 11), "asynchronous GRPO": (1, 16)}
+_TOO_NEW = (2,)
 # Trainers that call ``generate`` in a way that cannot be replaced, and what to do instead.
 _REFUSED = {
     "AsyncGRPOTrainer": "takes its engine when it is built: use stoker.integrations.trl_async.AsyncGRPOTrainer",

@@ -79,6 +79,7 @@ def surroundings() -> dict[str, Any]:
 
     names: dict[str, Any] = {
         "model": model,
+        "teacher": make_model(tie_word_embeddings=True),
         "tokenizer": tokenizer,
         "reward": count_a,
         "torch": torch,

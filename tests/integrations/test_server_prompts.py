@@ -29,6 +29,7 @@ from stoker.integrations import openai_api
 from stoker.integrations.openai_answers import answer
 from stoker.integrations.server import Server, serve
 from stoker.integrations.trl import attach, detach
+from stoker.integrations.trl_teachers import without_vllm
 from stoker.rollout import LIVE, RequestFailedError, RolloutEngine, SamplingParams
 
 TEXT = "Every word is likely."
@@ -242,13 +243,25 @@ def test_an_echo_of_text_is_the_text(engine: RolloutEngine) -> None:
 
 
 @pytest.fixture(name="teacher")
-def a_teacher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """What TRL's own client speaks to. It wants vLLM to be installed, of which it uses nothing here."""
-    client = pytest.importorskip("trl.generation.vllm_client", reason="TRL is not installed")
-    monkeypatch.setattr(client, "is_vllm_available", lambda *_, **__: True)
+def a_teacher() -> Iterator[Server]:
+    """What TRL's own client speaks to."""
+    pytest.importorskip("trl", reason="TRL is not installed")
     model, reads = trl_setup.make_model(tie_word_embeddings=True), trl_setup.make_tokenizer()
-    with RolloutEngine(model, tokenizer=reads) as engine, serve(engine, port=0) as server:
+    with RolloutEngine(model, tokenizer=reads) as engine, serve(engine, port=0) as server, without_vllm():
         yield server
+
+
+def test_only_the_client_does_without_vllm() -> None:
+    pytest.importorskip("trl", reason="TRL is not installed")
+    from trl.generation import vllm_client, vllm_generation
+
+    if vllm_client.is_vllm_available():
+        pytest.skip("vLLM is installed")
+    with pytest.raises(KeyError), without_vllm():
+        assert vllm_client.is_vllm_available() and not vllm_generation.is_vllm_available()
+        raise KeyError
+    with pytest.raises(ImportError, match="vLLM is not installed"):
+        vllm_client.VLLMClient("http://localhost:1")
 
 
 def test_trls_client_gets_a_teachers_log_probabilities(teacher: Server) -> None:
