@@ -167,9 +167,14 @@ def _place(size: int) -> TensorParallel:
         raise InvalidConfigError(f"tensor_parallel_size={size} and there are {world} processes: give a divisor of that")
     places = _PLACES.setdefault(_world(), {})
     if size not in places:
-        firsts, timeout = range(0, world, size), _timeout(_world())
-        groups = [dist.new_group(list(range(first, first + size)), timeout=timeout) for first in firsts]
-        rank = dist.get_rank()
+        firsts, timeout, rank = range(0, world, size), _timeout(_world()), dist.get_rank()
+        try:
+            groups = [dist.new_group(list(range(first, first + size)), timeout=timeout) for first in firsts]
+        except RuntimeError as error:
+            raise EngineStateError(
+                f"rank {rank} waited in vain for others to build an engine with tensor_parallel_size={size}: {first_line(error)}. "
+                "Build engines in the same order on all ranks, with the same size, and start the processes again"
+            ) from error
         places[size] = TensorParallel(groups[rank // size], rank % size, size)
     return places[size]
 

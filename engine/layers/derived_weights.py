@@ -46,9 +46,8 @@ class DerivedWeights(ABC):
         """wanted: at least one. passing: names of weights that are in memory only for moments, in which ``refresh`` is called
         with them."""
         self._passing = passing
-        self._besides: list[
-            Callable[[], object]
-        ] = []  # each makes anew something small of tensors that are always there
+        # Each makes anew something small, of tensors that are always there.
+        self._besides: list[Callable[[], object]] = []
         places: list[list[tuple[int, torch.Size, torch.dtype]]] = []
         end = 0
         for one in wanted:

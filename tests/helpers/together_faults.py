@@ -201,7 +201,7 @@ def two_engines(rank: int) -> None:
 
 
 def stay_away(rank: int) -> None:
-    """The others wait as long as ``init_process_group`` was told, in a call and where an engine is built by one rank alone."""
+    """The others wait as long as ``init_process_group`` was told, in a call too."""
     model = make_model("llama")
     engine = RolloutEngine(model, config=parallel())
     assert_matches(engine, model)
@@ -212,6 +212,14 @@ def stay_away(rank: int) -> None:
     with pytest.raises(EngineStateError, match="rank 0 lost touch"):
         engine.generate_batch([SHARED], PARAMS)
     assert 3 < time.monotonic() - begin < 10
+
+
+def build_alone(rank: int) -> None:
+    """The setting is on one rank only."""
+    if rank:
+        return
+    with pytest.raises(EngineStateError, match="rank 0 waited in vain for others to build an engine"):
+        RolloutEngine(make_model("llama"), config=parallel())
 
 
 def lose_a_rank(rank: int) -> str:

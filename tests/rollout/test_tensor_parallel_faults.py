@@ -26,8 +26,11 @@ def test_one_of_two(what: object) -> None:
     ranks.run(what, 2, timeout=20)  # type: ignore[arg-type]
 
 
-def test_a_rank_that_stays_away() -> None:
-    ranks.run(together_faults.stay_away, 2, timeout=4)
+@pytest.mark.parametrize(
+    "what", [together_faults.stay_away, together_faults.build_alone], ids=lambda function: function.__name__
+)
+def test_a_rank_that_stays_away(what: object) -> None:
+    ranks.run(what, 2, timeout=4)  # type: ignore[arg-type]
 
 
 def test_a_rank_that_dies() -> None:
