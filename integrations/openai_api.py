@@ -42,6 +42,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _MOST_SAMPLES = 16384  # more could take all memory
 _MOST_LOGPROBS = 1 << 22  # of prompts' tokens, at 70 bytes of an answer each
+_MOST_ALTERNATIVES = 1 << 24  # of sampled tokens, if completions become as long as they may
 _MOST_CHARACTERS = 128  # of text for each token there may be: as many as the longest tokens of large vocabularies have
 
 
@@ -185,7 +186,13 @@ def _of_prompts(fields: dict[str, Any], chat: bool, stream: bool) -> tuple[bool,
 
 
 def _check_logprobs(params: SamplingParams, prompts: list[Any], engine: RolloutEngine, chat: bool) -> None:
-    """Refuse more log-probabilities of prompts than an answer has room for."""
+    """Refuse more log-probabilities than an answer has room for."""
+    sampled = params.n * len(prompts) * (params.max_tokens or engine.max_model_len)
+    if sampled * params.logprobs > _MOST_ALTERNATIVES:
+        raise InvalidRequestError(
+            f"{params.logprobs} alternatives at each of up to {sampled} tokens: the server gives at most {_MOST_ALTERNATIVES} in an "
+            "answer; ask for fewer, or for fewer or shorter completions"
+        )
     if params.prompt_logprobs is None:
         return
     if chat:  # token ids, or with images more than that, which takes long to read

@@ -210,6 +210,21 @@ def test_so_many_log_probabilities(server: Server, monkeypatch: pytest.MonkeyPat
     assert status == 400 and "the server gives at most 48" in found["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": ["ab", "c"], "n": 3, "max_tokens": 4, "logprobs": 2}),
+        ("/v1/chat/completions", {"messages": CHAT, "logprobs": True, "top_logprobs": 2, "max_tokens": 24}),
+    ],
+)
+def test_so_many_alternatives(server: Server, monkeypatch: pytest.MonkeyPatch, path: str, asked: Any) -> None:
+    monkeypatch.setattr(openai_api, "_MOST_ALTERNATIVES", 2 * 3 * 4 * 2)
+    assert post(server, path, asked)[0] == 200
+    for more in ({"n": 4}, {"max_tokens": 25}, {"max_tokens": None, "n": 1}):
+        status, found = post(server, path, {**asked, **more})
+        assert status == 400 and "the server gives at most 48 in an answer; ask for fewer" in found["error"]["message"]
+
+
 @torch.no_grad()
 def test_a_prompt_that_the_model_has_no_numbers_for() -> None:
     model = text_model()
