@@ -1,6 +1,6 @@
-"""TRL's asynchronous GRPO with the engine in the trainer's own process, on the trainer's own weights.
+"""TRL's asynchronous GRPO and distillation with the engine in the trainer's own process, on the trainer's own weights.
 
-    from stoker.integrations.trl_async import AsyncGRPOTrainer  # in place of TRL's
+    from stoker.integrations.trl_async import AsyncGRPOTrainer  # in place of TRL's; or AsyncDistillationTrainer
 
     trainer = AsyncGRPOTrainer(...)  # as TRL's
     trainer.train()
@@ -9,7 +9,7 @@ TRL's rollout loop (conversations, tools, environments, scoring) runs in a threa
 a server; the trainer's forward and backward run beside it. Nothing is transferred: between the pause before an
 optimizer step and the resume after it the engine takes the new weights, and completions under way go on with them,
 every token with the log-probability it was sampled with. Reward functions, tools and environments need not be
-picklable, and may use the trainer's device.
+picklable, and may use the trainer's device. In distillation the engine is the student; its teachers stay servers.
 """
 
 from __future__ import annotations
@@ -29,25 +29,45 @@ from transformers import TrainerCallback
 from stoker.integrations.mixed_precision import as_the_forward
 from stoker.integrations.trl_callbacks import remove_callback
 from stoker.integrations.trl_checks import check_sampling, check_version, kinds_of
-from stoker.integrations.trl_sampling import live_model, sampling_params
+from stoker.integrations.trl_sampling import live_model
 from stoker.kernels.errors import EngineStateError, InvalidConfigError
 from stoker.kernels.interrupts import uninterrupted
 from stoker.rollout import EngineConfig, RolloutEngine
 from stoker.rollout.config import check_alone
-from stoker.weight_sync.naming import unwrap
-from stoker.weight_sync.peft_adapters import active_adapters
 
-check_version("asynchronous GRPO")  # or the next line would fail without saying why
-from trl.experimental import async_grpo  # noqa: E402
-from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker  # noqa: E402
+check_version("asynchronous training")  # or the next lines would fail without saying why
+from trl.experimental import async_distillation, async_grpo  # noqa: E402
+from trl.experimental.async_distillation import async_rollout_worker as distillation_worker  # noqa: E402
+from trl.experimental.async_grpo import async_rollout_worker as grpo_worker  # noqa: E402
 
-from stoker.integrations.trl_async_loop import EngineLoop  # noqa: E402
+from stoker.integrations.trl_async_loop import EngineLoop, GRPOLoop  # noqa: E402
+from stoker.integrations.trl_async_teachers import DistillationLoop  # noqa: E402
 
 _log = logging.getLogger("stoker")
 _STOP_S = 30.0  # to wait for a reward function or tool that is running
+_LOOPS = {"AsyncGRPOTrainer": GRPOLoop, "AsyncDistillationTrainer": DistillationLoop}
+_SOURCES = ("reward_funcs", "tools", "environment_factory")
 
 
-class AsyncGRPOTrainer(async_grpo.AsyncGRPOTrainer):  # type: ignore[misc]
+class _OnEngine:
+    """Gives one of TRL's asynchronous trainers, the class after it, an engine on its own model in place of a server."""
+
+    def __init__(
+        self, *args: Any, engine_config: EngineConfig | None = None, recompute: bool = False, **kwargs: Any
+    ) -> None:
+        build: Callable[..., None] = super().__init__
+        given = signature(build).bind(*args, **kwargs).arguments
+        if taken := [name for name in ("rollout_worker", "weight_transfer") if name in given]:
+            raise InvalidConfigError(
+                f"the engine takes the place of {taken[0]}: leave it out, or use TRL's own trainer"
+            )
+        sources = {name: given[name] for name in _SOURCES if name in given}
+        self.rollouts = AsyncRollouts(**sources, config=engine_config, recompute=recompute)
+        build(*args, **kwargs, rollout_worker=self.rollouts, weight_transfer=self.rollouts)
+        self.rollouts.attach(self)
+
+
+class AsyncGRPOTrainer(_OnEngine, async_grpo.AsyncGRPOTrainer):  # type: ignore[misc]
     """TRL's ``AsyncGRPOTrainer`` with an engine on its own model in place of a server. It takes the same arguments, and these:
 
     engine_config: the engine's settings; by default its seed is ``args.seed``. recompute: compute the KV of completions
@@ -57,33 +77,24 @@ class AsyncGRPOTrainer(async_grpo.AsyncGRPOTrainer):  # type: ignore[misc]
     ``StokerError`` as ``AsyncRollouts.attach`` does, ``InvalidConfigError`` also where a rollout worker is given.
     """
 
-    def __init__(
-        self, *args: Any, engine_config: EngineConfig | None = None, recompute: bool = False, **kwargs: Any
-    ) -> None:
-        given = signature(async_grpo.AsyncGRPOTrainer).bind(*args, **kwargs).arguments
-        if taken := [name for name in ("rollout_worker", "weight_transfer") if name in given]:
-            raise InvalidConfigError(
-                f"the engine takes the place of {taken[0]}: leave it out, or use TRL's own trainer"
-            )
-        self.rollouts = AsyncRollouts(
-            given.get("reward_funcs"),
-            tools=given.get("tools"),
-            environment_factory=given.get("environment_factory"),
-            config=engine_config,
-            recompute=recompute,
-        )
-        super().__init__(*args, **kwargs, rollout_worker=self.rollouts, weight_transfer=self.rollouts)
-        self.rollouts.attach(self)
+
+class AsyncDistillationTrainer(_OnEngine, async_distillation.AsyncDistillationTrainer):  # type: ignore[misc]
+    """TRL's ``AsyncDistillationTrainer`` with an engine on its own model, the student, in place of the student's server.
+
+    It takes the same arguments, and those that ``AsyncGRPOTrainer`` takes here; ``trainer.rollouts`` too are as there. The
+    teachers are servers, at ``args.teacher_server_urls``. One that refuses a request, or that cannot be reached for
+    ``args.vllm_server_timeout`` seconds, ends training with an ``EngineStateError`` that has its answer.
+    """
 
 
-class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
-    """Both the ``rollout_worker`` and the ``weight_transfer`` of an ``AsyncGRPOTrainer``.
+class AsyncRollouts(grpo_worker.AsyncRolloutWorker, distillation_worker.AsyncRolloutWorker):  # type: ignore[misc]
+    """Both the ``rollout_worker`` and the ``weight_transfer`` of an ``AsyncGRPOTrainer`` or ``AsyncDistillationTrainer``.
 
-    It uses nothing of TRL's own worker, which starts a process. It derives from that class because for such a worker the
+    It uses nothing of TRL's own workers, which start a process. It derives from these classes because for such a worker the
     trainer saves its place among the prompts in checkpoints, by ``_loop_kwargs``, and goes on there.
 
-    reward_funcs, tools, environment_factory: as given to the trainer, which does not keep them. config and recompute: as
-    ``AsyncGRPOTrainer`` takes them.
+    reward_funcs, tools, environment_factory: as given to the trainer, which does not keep them; none for distillation. config
+    and recompute: as ``AsyncGRPOTrainer`` takes them.
     """
 
     def __init__(
@@ -96,7 +107,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         recompute: bool = False,
     ) -> None:
         several = reward_funcs if isinstance(reward_funcs, list) else [] if reward_funcs is None else [reward_funcs]
-        self._sources = {"reward_funcs": several, "tools": tools, "environment_factory": environment_factory}
+        self._sources = dict(zip(_SOURCES, (several, tools, environment_factory), strict=True))
         self._config = config
         self._recompute = recompute
         self._model_version_value = SimpleNamespace(value=0)
@@ -123,11 +134,15 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         cannot be; ``EngineStateError`` where it is attached already; ``UnsupportedModelError`` for a model the engine does
         not run.
         """
-        if "AsyncGRPOTrainer" not in kinds_of(trainer):
+        kind = _kind_of(trainer)
+        if kind is None:
             raise InvalidConfigError(
-                f"AsyncRollouts is for TRL's AsyncGRPOTrainer, and this is a {type(trainer).__name__}: use "
+                f"AsyncRollouts is for TRL's {' and '.join(_LOOPS)}, and this is a {type(trainer).__name__}: use "
                 "stoker.integrations.trl.attach"
             )
+        distils = _LOOPS[kind] is DistillationLoop
+        if distils and any(self._sources.values()):
+            raise InvalidConfigError(f"{kind} has no reward functions, tools or environments: give AsyncRollouts none")
         if self._trainer is not None:
             raise EngineStateError("these rollouts are attached already: call detach() first")
         main = trainer.accelerator.is_main_process
@@ -137,9 +152,11 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
             )
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             raise InvalidConfigError(
-                "the trainer shards its model, and a process that generates by itself needs it whole: use DDP, or GRPOTrainer"
+                "the trainer shards its model, and a process that generates by itself needs it whole: use DDP, or "
+                + kind.removeprefix("Async")
             )
-        check_sampling(trainer)  # or an invalid setting would show only when training begins
+        # Or an invalid setting would show only when training begins.
+        check_sampling(trainer, "teacher_temperature" if distils else "temperature")
         args = trainer.args
         if main:
             model, config = live_model(trainer), self._config or EngineConfig(seed=args.seed)
@@ -208,8 +225,9 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
             while not left.empty():
                 left.get_nowait()
         self._failed.clear()
-        self._trainer._trained_groups.clear()
-        self._trainer._last_groups_trained = 0
+        if hasattr(self._trainer, "_trained_groups"):  # a trainer that distils forgets by itself
+            self._trainer._trained_groups.clear()
+            self._trainer._last_groups_trained = 0
 
     def stop(self) -> None:
         """End the thread; completions under way are dropped.
@@ -268,7 +286,9 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
             raise EngineStateError(f"the rollouts have failed: {name}: {message}\n{trace}")
         age = time.time() - self._heartbeat.value
         if age > stale_after_s:
-            raise EngineStateError(f"the rollouts have stood still for {age:.0f} s: a reward function or tool hangs")
+            raise EngineStateError(
+                f"the rollouts have stood still for {age:.0f} s: a reward function, a tool or a teacher's server hangs"
+            )
 
     # -- TRL's WeightTransferProtocol: there is nothing to transfer ------------------------------------------------
 
@@ -304,33 +324,24 @@ class _AroundOptimizerSteps(TrainerCallback):  # type: ignore[misc]
         self._rollouts._has_paused = False
 
 
+def _kind_of(trainer: Any) -> str | None:
+    return next((name for name in kinds_of(trainer) if name in _LOOPS), None)
+
+
 def _loop(rollouts: AsyncRollouts, trainer: Any, engine: RolloutEngine) -> EngineLoop:
     """Called by the trainer's own thread, when a run begins."""
-    args = trainer.args
-    return EngineLoop(
+    loop: type[EngineLoop] = _LOOPS[str(_kind_of(trainer))]
+    return loop(
         engine,
-        sampling_params(trainer),
+        trainer,
         # So that it samples neither what an earlier run did nor, after a checkpoint, what this one did before.
         f"{engine.config.seed}:{next(rollouts._runs)}:{trainer.state.global_step}",
-        "+".join(active_adapters(unwrap(live_model(trainer)))) or None,
-        model_name="",
-        dataset=trainer.train_dataset,
-        processing_class=trainer.processing_class,
-        eos_token_ids=trainer.eos_token_ids,
         rollout_buffer=rollouts.rollout_buffer,
         model_version_value=rollouts._model_version_value,
         heartbeat_value=rollouts._heartbeat,
         failed_event=rollouts._failed,
         exception_info_queue=rollouts._failures,
         metrics_queue=rollouts.metrics_queue,
-        num_generations=args.num_generations,
-        max_inflight_tasks=args.max_inflight_tasks,
-        queue_maxsize=args.queue_maxsize,
-        chat_template_kwargs=args.chat_template_kwargs,
-        max_tool_calling_iterations=args.max_tool_calling_iterations,
-        log_completions=args.log_completions,
-        num_completions_to_print=args.num_completions_to_print,
-        fork_threshold_tokens=args.fork_threshold_tokens,
         **rollouts._loop_kwargs,
-        **rollouts._sources,
+        **{name: given for name, given in rollouts._sources.items() if given},
     )

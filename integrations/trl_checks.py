@@ -13,12 +13,12 @@ from stoker.kernels.errors import InvalidConfigError, UnsupportedModelError
 from stoker.rollout import EngineConfig, SamplingParams
 from stoker.rollout.config import check_alone
 
-_OLDEST = {"attach": (1, 10), "a teacher on a server": (1, 11), "asynchronous GRPO": (1, 16)}
+_OLDEST = {"attach": (1, 10), "a teacher on a server": (1, 11), "asynchronous training": (1, 16)}
 _TOO_NEW = (2,)
 # Trainers that call ``generate`` in a way that cannot be replaced, and what to do instead.
 _REFUSED = {
     "AsyncGRPOTrainer": "takes its engine when it is built: use stoker.integrations.trl_async.AsyncGRPOTrainer",
-    "AsyncDistillationTrainer": "wants a vLLM server of its own protocol: use DistillationTrainer",
+    "AsyncDistillationTrainer": "takes its engine when it is built: use stoker.integrations.trl_async.AsyncDistillationTrainer",
     "GKDTrainer": "calls model.generate by itself: use GOLDTrainer, whose loss without ULD is the same, or put an engine into "
     "model.generate (stoker.integrations.transformers.on_engine)",
     "A2POTrainer": "calls model.generate by itself: put an engine there (stoker.integrations.transformers.on_engine)",
@@ -98,14 +98,17 @@ def check_rollouts(trainer: Any, config: EngineConfig) -> None:
         check_alone(config, f"rollouts with {found}")
 
 
-def check_sampling(trainer: Any) -> SamplingParams:
-    """A trainer's sampling parameters. Raises a ``StokerError`` where they are invalid, or its forward cannot follow them."""
-    if getattr(trainer.args, "temperature", None) == 0:
+def check_sampling(trainer: Any, divisor: str = "temperature") -> SamplingParams:
+    """A trainer's sampling parameters. Raises a ``StokerError`` where they are invalid, or its forward cannot follow them.
+
+    divisor: the setting by which its forward divides.
+    """
+    if getattr(trainer.args, divisor, None) == 0:
         # Some kinds would fail in their first step, and the others train on NaN.
         greedy = (
             "; generation_kwargs={'do_sample': False} decodes greedily"
             if hasattr(trainer.args, "generation_kwargs")
             else ""
         )
-        raise InvalidConfigError(f"temperature=0, and the trainer's forward divides by it: set it above 0{greedy}")
+        raise InvalidConfigError(f"{divisor}=0, and the trainer's forward divides by it: set it above 0{greedy}")
     return sampling_params(trainer)

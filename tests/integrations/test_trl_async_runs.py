@@ -11,6 +11,7 @@ import time
 from concurrent.futures import Future
 from concurrent.futures.thread import _threads_queues  # type: ignore[attr-defined]
 from dataclasses import replace
+from functools import wraps
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,7 +98,8 @@ def test_the_loop_has_every_setting_of_the_trainer_that_there_is_one_for(
     taken, given, begin = signature(_AsyncRolloutLoop).parameters, dict[str, Any](), _AsyncRolloutLoop.__init__
     assert taken.keys() & vars(trainer.args).keys() == settings.keys() | of_the_server
     assert all(settings[name] != taken[name].default for name in settings), "or this shows nothing"
-    monkeypatch.setattr(_AsyncRolloutLoop, "__init__", lambda self, **o: (given.update(o), begin(self, **o))[1])
+    noted = wraps(begin)(lambda self, **o: (given.update(o), begin(self, **o))[1])
+    monkeypatch.setattr(_AsyncRolloutLoop, "__init__", noted)
     loop = trl_async._loop(trainer.rollout_worker, trainer, engine)
     loop._steps.close()
     loop._loop.close()

@@ -251,9 +251,9 @@ def test_other_versions_of_trl_are_refused(
     monkeypatch.setattr("stoker.integrations.trl_checks.version", lambda _: found)
     refused(make_trainer(), InvalidConfigError, rf"TRL {found} is installed: attach works with trl>=1\.10,<2")
     with pytest.raises(
-        InvalidConfigError, match=rf"TRL {found} is installed: asynchronous GRPO works with trl>=1\.16,<2"
+        InvalidConfigError, match=rf"TRL {found} is installed: asynchronous training works with trl>=1\.16,<2"
     ):
-        check_version("asynchronous GRPO")
+        check_version("asynchronous training")
 
 
 def test_settings_of_an_engine_that_are_none_are_refused(make_trainer: MakeTrainer) -> None:
