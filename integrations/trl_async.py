@@ -343,5 +343,5 @@ def _loop(rollouts: AsyncRollouts, trainer: Any, engine: RolloutEngine) -> Engin
         exception_info_queue=rollouts._failures,
         metrics_queue=rollouts.metrics_queue,
         **rollouts._loop_kwargs,
-        **{name: given for name, given in rollouts._sources.items() if given},
+        **({} if loop is DistillationLoop else rollouts._sources),
     )

@@ -149,6 +149,31 @@ def record(rollouts: Any) -> list[Any]:
     return samples
 
 
+def look_often(trainer: Any) -> None:
+    """Have the trainer look after its rollouts five times a second."""
+    loader = trainer.get_train_dataloader
+
+    def impatient() -> Any:
+        made = loader()
+        trainer._rollout_dataset.poll_interval_s = 0.2
+        return made
+
+    trainer.get_train_dataloader = impatient
+
+
+def asked_of(engine: Any) -> list[tuple[list[int], Any, Any]]:
+    """Prompt, parameters and handle of every request from now on."""
+    submit, asked = engine.submit, []
+
+    def keep(prompt: list[int], params: Any, **options: Any) -> Any:
+        handle = submit(prompt, params, **options)
+        asked.append((prompt, params, handle))
+        return handle
+
+    engine.submit = keep
+    return asked
+
+
 def train_under_ddp(rank: int, folder: str, output_dir: str) -> dict[str, Any]:
     """Of two processes the main one samples, for both."""
     from accelerated import launched

@@ -19,7 +19,16 @@ from typing import Any
 
 import pytest
 from transformers import TrainerCallback
-from trl_async_setup import Make, a_folder, async_trainers, count_a, record, threads  # noqa: F401
+from trl_async_setup import (
+    Make,
+    a_folder,  # noqa: F401
+    asked_of,
+    async_trainers,  # noqa: F401
+    count_a,
+    look_often,
+    record,
+    threads,
+)
 from trl_setup import EOS, logged
 
 pytest.importorskip("trl", minversion="1.16", reason="asynchronous GRPO needs TRL 1.16")
@@ -29,31 +38,6 @@ from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
 from stoker.integrations import trl_async
 from stoker.integrations.trl_async import AsyncRollouts
 from stoker.rollout import EngineConfig, EngineStateError
-
-
-def look_often(trainer: Any) -> None:
-    """Have the trainer look after its rollouts five times a second."""
-    loader = trainer.get_train_dataloader
-
-    def impatient() -> Any:
-        made = loader()
-        trainer._rollout_dataset.poll_interval_s = 0.2
-        return made
-
-    trainer.get_train_dataloader = impatient
-
-
-def asked_of(engine: Any) -> list[tuple[list[int], Any, Any]]:
-    """Prompt, parameters and handle of every request from now on."""
-    submit, asked = engine.submit, []
-
-    def keep(prompt: list[int], params: Any, **options: Any) -> Any:
-        handle = submit(prompt, params, **options)
-        asked.append((prompt, params, handle))
-        return handle
-
-    engine.submit = keep
-    return asked
 
 
 def test_a_run_goes_on_where_its_checkpoint_stopped(make: Make, tmp_path: Path) -> None:
