@@ -12,7 +12,7 @@ import shlex
 import textwrap
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -34,6 +34,7 @@ SMALLER = {
     "4GiB": "4MiB",
     "Accelerator()": "Accelerator(cpu=True)",
     '"path/or/hub-id"': "folder, processing_class=tokenizer",
+    '"http://localhost:8001"': "teacher",
     'AsyncGRPOConfig(output_dir="out"': 'AsyncGRPOConfig(dtype="float32", output_dir="out"',
     'output_dir="out"': 'output_dir="out", use_cpu=True, bf16=False, max_steps=1, max_completion_length=8, report_to="none"',
 }
@@ -125,7 +126,7 @@ def run_page(page: Path, names: dict[str, Any], *selection: str) -> int:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # trainers write where they are
-    names, text = surroundings(), page.read_text(encoding="utf-8")
+    names, text, within = surroundings(), page.read_text(encoding="utf-8"), ExitStack()
     if "import attach" in text:
         pytest.importorskip("trl")
         from datasets import Dataset
@@ -133,10 +134,13 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         names["dataset"] = Dataset.from_dict({"prompt": PROMPTS * 4})
     if "import AsyncGRPOTrainer" in text:
         pytest.importorskip("trl", minversion="1.16")
+        import async_teachers
         import trl_async_setup
         from datasets import Dataset
 
         trl_async_setup.stand_in(monkeypatch)
+        async_teachers.stand_in(monkeypatch)
+        names["teacher"] = within.enter_context(async_teachers.served(async_teachers.teacher_model())).url
         names["model"].save_pretrained(tmp_path / "model")
         names |= {"folder": str(tmp_path / "model"), "reward": trl_async_setup.count_a}
         names |= {"tokenizer": trl_async_setup.chat_tokenizer()}
@@ -151,8 +155,9 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
         names |= {"model": processors.make_model(), "processor": processors.make_processor()}
         names["image"] = processors.picture(0, 16, 24)
-    group = process_group(tmp_path) if "import fully_shard" in text else nullcontext()
-    with group:
+    with within:
+        if "import fully_shard" in text:
+            within.enter_context(process_group(tmp_path))
         ran = run_page(page, names)
     assert ran == text.count("```python\n") + text.count("```diff\n")
 

@@ -213,7 +213,7 @@ def unscored(answer: list[Any]) -> Any:
 def test_a_teacher_that_does_not_score_ends_training_with_its_answer(distil: Make, replies: Any, says: str) -> None:
     with served(teacher_model()) as server:
         server.replies = replies
-        trainer = distil(server)
+        trainer = distil(server, vllm_server_timeout=0.6 if "waited" in says else 240.0)
         look_often(trainer)
         began = time.monotonic()
         with pytest.raises(EngineStateError, match=rf"(?s)the rollouts have failed: .*{says}"):
