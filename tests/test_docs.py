@@ -34,7 +34,7 @@ SMALLER = {
     "4GiB": "4MiB",
     "Accelerator()": "Accelerator(cpu=True)",
     '"path/or/hub-id"': "folder, processing_class=tokenizer",
-    '"http://localhost:8001"': "teacher",
+    '"http://localhost:8001"': "teacher_url",
     'AsyncGRPOConfig(output_dir="out"': 'AsyncGRPOConfig(dtype="float32", output_dir="out"',
     'output_dir="out"': 'output_dir="out", use_cpu=True, bf16=False, max_steps=1, max_completion_length=8, report_to="none"',
 }
@@ -140,7 +140,7 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
         trl_async_setup.stand_in(monkeypatch)
         async_teachers.stand_in(monkeypatch)
-        names["teacher"] = within.enter_context(async_teachers.served(async_teachers.teacher_model())).url
+        names["teacher_url"] = within.enter_context(async_teachers.served(async_teachers.teacher_model())).url
         names["model"].save_pretrained(tmp_path / "model")
         names |= {"folder": str(tmp_path / "model"), "reward": trl_async_setup.count_a}
         names |= {"tokenizer": trl_async_setup.chat_tokenizer()}

@@ -51,6 +51,7 @@ class Teacher:
         self.url = ""
         self.asked: list[dict[str, Any]] = []
         self.replies: Callable[[dict[str, Any]], tuple[int, Any]] = self.score
+        self.introduces: Callable[[], tuple[int, Any]] = lambda: (200, {"data": [{"id": "the-teacher"}]})
 
     def score(self, body: dict[str, Any]) -> tuple[int, Any]:
         scored = prompt_logprobs(self.model, body["prompt"], body["prompt_logprobs"], body["temperature"])
@@ -64,7 +65,7 @@ def served(model: Any) -> Iterator[Teacher]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.answer(200, {"data": [{"id": "the-teacher"}]} if self.path == "/v1/models" else {})
+            self.answer(*teacher.introduces() if self.path == "/v1/models" else (200, {}))
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
