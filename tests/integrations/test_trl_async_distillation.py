@@ -249,6 +249,7 @@ def test_a_teacher_that_is_away_is_waited_for(distil: Make, caplog: pytest.LogCa
         with caplog.at_level(logging.WARNING, "stoker"):
             trainer.train()
     assert len(signs) == 3 and signs[0] < signs[1] < signs[2]
+    assert "in 0.25 s: " in caplog.text and "in 0.5 s: " in caplog.text
     assert trainer.state.global_step == 3 and (caplog.text.count("not yet"), caplog.text.count("not now")) == (2, 3)
     assert sum(filter(None, logged(trainer, "rollout/vllm_retry_total"))) == 5
 
