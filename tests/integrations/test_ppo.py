@@ -9,9 +9,11 @@ import sys
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
+from trl_setup import PROMPTS, make_model, make_tokenizer
 
 from stoker.integrations.ppo import gae, kl_penalty, masked_mean, token_rewards, whiten
-from stoker.rollout import InvalidRequestError
+from stoker.rollout import EngineConfig, InvalidRequestError, RolloutEngine, SamplingParams
 
 # Rows that end early, that have holes (a tool's answer), one token, and none at all.
 MASK = torch.tensor(
@@ -158,6 +160,34 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
 def run_example(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", ["ppo", *arguments])
     runpy.run_module("stoker.examples.ppo", run_name="__main__")
+
+
+def test_a_student_learns_its_teachers_distribution() -> None:
+    """On-policy distillation, as the documentation has it: minus the reverse KL of each token is its advantage."""
+    torch.manual_seed(1)
+    student, teacher = make_model(), make_model(tie_word_embeddings=True)
+    config, reads = EngineConfig(kv_cache_memory="4MiB"), make_tokenizer()
+    optimizer = torch.optim.Adam(student.parameters(), lr=1e-2)
+    divergences = []
+    with (
+        RolloutEngine(student, config=config, tokenizer=reads) as engine,
+        RolloutEngine(teacher, config=config, tokenizer=reads) as teachers,
+    ):
+        for _ in range(20):
+            batch = engine.generate_batch(PROMPTS, SamplingParams(n=8, max_tokens=8))
+            t = batch.to_tensors(reads.pad_token_id)
+            told = pad_sequence([s.logprobs for s in teachers.score(batch)], batch_first=True)
+            advantages = -kl_penalty(t.logprobs, told, t.completion_mask)
+            divergences.append(-masked_mean(advantages, t.completion_mask).item())
+            ids, seen = torch.cat([t.prompt_ids, t.completion_ids], 1), torch.cat([t.prompt_mask, t.completion_mask], 1)
+            positions = (seen.cumsum(1) - 1).clamp(min=0)
+            logits = student(ids, attention_mask=seen, position_ids=positions).logits[:, t.prompt_ids.shape[1] - 1 : -1]
+            logprobs = logits.log_softmax(-1).gather(-1, t.completion_ids[..., None])[..., 0]
+            ratio = (logprobs - t.logprobs).exp()
+            (-masked_mean(ratio * advantages, t.completion_mask)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert sum(divergences[-5:]) < 0.5 * sum(divergences[:5]), divergences
 
 
 def test_the_example_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
