@@ -93,6 +93,20 @@ def test_log_probabilities_of_a_chat(engine: RolloutEngine, client: Any) -> None
     assert len(choice.token_ids) == 3 and "prompt_logprobs" not in choice.model_extra
 
 
+@pytest.mark.parametrize(
+    "limits", [("max_tokens",), ("max_completion_tokens",), ("max_tokens", "max_completion_tokens")]
+)
+def test_a_chat_alone_by_either_of_the_names_for_a_limit(server: Server, limits: tuple[str, ...]) -> None:
+    asked = {"messages": CHAT, "prompt_logprobs": 0}
+    status, found = post(server, "/v1/chat/completions", asked | dict.fromkeys(limits, 0))
+    assert (
+        status == 200 and found["usage"]["completion_tokens"] == 0 and found["choices"][0]["message"]["content"] == ""
+    )
+    assert len(found["prompt_logprobs"]) == found["usage"]["prompt_tokens"]
+    status, found = post(server, "/v1/chat/completions", asked | {"max_tokens": 0, "max_completion_tokens": 1})
+    assert status == 400 and "max_tokens=0, max_completion_tokens=1: give one of them" in found["error"]["message"]
+
+
 def test_an_echo(engine: RolloutEngine, client: Any) -> None:
     """As harnesses that evaluate ask for it: the tokens of prompt and completion in a row, the first without a log-probability."""
     texts = [TEXT, "Short."]
@@ -223,6 +237,16 @@ def test_so_many_alternatives(server: Server, monkeypatch: pytest.MonkeyPatch, p
     for more in ({"n": 4}, {"max_tokens": 25}, {"max_tokens": None, "n": 1}):
         status, found = post(server, path, {**asked, **more})
         assert status == 400 and "the server gives at most 48 in an answer; ask for fewer" in found["error"]["message"]
+
+
+def test_alternatives_are_counted_up_to_the_longest_completion(
+    server: Server, engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ``max_tokens`` beyond any is as none."""
+    monkeypatch.setattr(openai_api, "_MOST_ALTERNATIVES", 2 * engine.max_model_len)
+    for limit in (None, 10**9):
+        asked = {"prompt": "ab", "logprobs": 2, "max_tokens": limit, "stop": [chr(i) for i in range(32, 127)]}
+        assert post(server, "/v1/completions", asked)[0] == 200
 
 
 @torch.no_grad()
