@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from stoker.integrations.openai_api import Call
 from stoker.integrations.text_stream import TextStream
+from stoker.kernels.errors import EngineStateError
 from stoker.rollout import Completion, RolloutChunk, RolloutOutput, TokenLogprobs
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -18,7 +19,7 @@ _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 def answer(call: Call, outputs: Sequence[RolloutOutput], tokenizer: Any, created: int) -> bytes:
     """The answer to a call that is not streamed, in JSON. created: seconds since 1970.
 
-    Raises the error of a prompt for which the model gave NaN.
+    Raises the error of a prompt for which the model gave NaN, and ``EngineStateError`` where a prompt is not scored.
     """
     if not call.complete:
         outputs = list(map(_of_prompt_alone, outputs))
@@ -167,13 +168,11 @@ def _with_echo(
     if not (call.echo and call.logprobs):
         return ids, logprobs, top
     prompt = output.prompt_token_ids
-    # None of the first token, and none at all where the request was aborted before.
-    of_prompt: list[float | None] = [None] * len(prompt)
-    top_of_prompt: list[dict[int, float] | None] = [None] * len(prompt)
-    if (given := _scored(output)) is not None:
-        of_prompt[1:] = given.logprobs.tolist()
-        top_of_prompt[1:] = map(dict, _likeliest(given, call.params.logprobs))
-    return prompt + ids, [*of_prompt, *logprobs], None if top is None else [*top_of_prompt, *top]
+    given = _scored(output)
+    top_of_prompt = map(dict, _likeliest(given, call.params.logprobs))
+    # None of the first token.
+    logprobs = [None, *given.logprobs.tolist(), *logprobs]
+    return prompt + ids, logprobs, None if top is None else [None, *top_of_prompt, *top]
 
 
 def _prompt_logprobs(call: Call, output: RolloutOutput, tokenizer: Any) -> str:
@@ -181,8 +180,7 @@ def _prompt_logprobs(call: Call, output: RolloutOutput, tokenizer: Any) -> str:
 
     There may be millions, which are written position by position: ``json.dumps`` of them all would keep other threads waiting.
     """
-    if (given := _scored(output)) is None:
-        return "null"
+    given = _scored(output)
     texts: dict[int, str] = {}  # in JSON
     name = _namer(call, tokenizer)
     positions = ["null"]  # of the first token
@@ -212,10 +210,12 @@ def _likeliest(given: TokenLogprobs, count: int) -> Iterator[list[tuple[int, flo
     return (list(zip(ids, values, strict=True)) for ids, values in rows)
 
 
-def _scored(output: RolloutOutput) -> TokenLogprobs | None:
-    """What is known of a prompt's tokens, from the second on; None where the request was aborted before."""
+def _scored(output: RolloutOutput) -> TokenLogprobs:
+    """What is known of a prompt's tokens, from the second on."""
     given = output.prompt_logprobs
-    if given is not None and given.error is not None:
+    if given is None:  # an answer without it could be taken for that of a server that does not score
+        raise EngineStateError("the request was aborted before its prompt was scored: send it again")
+    if given.error is not None:
         raise given.error
     return given
 

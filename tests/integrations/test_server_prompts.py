@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from server_setup import (  # noqa: F401 - fixtures among them
     post,
     text_engine,
     text_model,
+    until,
 )
 from small_engine import EOS, encode, tokenizer
 
@@ -266,8 +268,20 @@ def test_a_number_that_json_cannot_hold_is_an_error_even_where_sampling_went_on(
     failed = replace(output.prompt_logprobs, error=RequestFailedError("NaN"))
     with pytest.raises(RequestFailedError):
         answer(call, [replace(output, prompt_logprobs=failed)], engine.tokenizer, 0)
-    aborted = json.loads(answer(call, [replace(output, prompt_logprobs=None)], engine.tokenizer, 0))
-    assert aborted["choices"][0]["prompt_logprobs"] is None
+
+
+@pytest.mark.parametrize("asked", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}], ids=str)
+def test_what_is_aborted_before_its_prompt_is_scored_may_be_sent_again(asked: Any) -> None:
+    """As clients do where the status says so. They could make nothing of an answer without what they asked for."""
+    with text_engine() as engine, serve(engine, port=0) as server, ThreadPoolExecutor(1) as pool:
+        engine.pause()
+        answered = pool.submit(post, server, "/v1/completions", {"prompt": TEXT, "max_tokens": 0, **asked})
+        until(lambda: engine.core.has_work)
+        engine.pause("abort")
+        status, found = answered.result(60)
+        assert status == 503 and "aborted before its prompt was scored" in found["error"]["message"]
+        engine.resume()
+        assert post(server, "/v1/completions", {"prompt": TEXT, "max_tokens": 0, **asked})[0] == 200
 
 
 def test_an_echo_of_text_is_the_text(engine: RolloutEngine) -> None:
