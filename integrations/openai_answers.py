@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -23,7 +23,8 @@ def answer(call: Call, outputs: Sequence[RolloutOutput], tokenizer: Any, created
     """
     if not call.complete:
         outputs = list(map(_of_prompt_alone, outputs))
-    whole, choices = {**_head(call, created, stream=False), "usage": _usage(outputs)}, []
+    whole = {**_head(call, created, stream=False), "usage": _usage(outputs)}
+    choices: list[bytes] = []
     for row, output in enumerate(outputs):
         given = {} if call.prompt_logprobs is None else {"prompt_logprobs": _prompt_logprobs(call, output, tokenizer)}
         for completion in output.completions:
@@ -37,9 +38,9 @@ def answer(call: Call, outputs: Sequence[RolloutOutput], tokenizer: Any, created
             if call.ids:
                 choice["prompt_token_ids"] = output.prompt_token_ids
                 choice |= {"token_ids": completion.token_ids, "weight_versions": completion.weight_versions}
-            choices.append(_json(choice, {} if call.chat else given))
+            choices += (b"," if choices else b"[", *_json(choice, {} if call.chat else given))
     of_chat = given if call.chat else {}  # as vLLM has it
-    return _json(whole, {"choices": f"[{','.join(choices)}]", **of_chat}).encode()
+    return b"".join(_json(whole, {"choices": [*choices, b"]"], **of_chat}))
 
 
 def failure(status: int, message: str, code: str | None = None) -> dict[str, Any]:
@@ -118,11 +119,16 @@ def _tool_call(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
 
 
-def _json(plain: Mapping[str, Any], written: Mapping[str, str]) -> str:
-    """JSON of an object with ``plain`` fields, at least one, and others whose JSON is ``written`` already."""
-    first = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))[1:-1]
-    others = [f'"{name}":{text}' for name, text in written.items()]
-    return f"{{{','.join([first, *others])}}}"
+def _json(plain: Mapping[str, Any], written: Mapping[str, Iterable[bytes]]) -> Iterator[bytes]:
+    """JSON of an object with ``plain`` fields, at least one, and others whose JSON is ``written`` already.
+
+    All of it is in pieces, since each copy of hundreds of megabytes would keep other threads waiting.
+    """
+    yield json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))[:-1].encode()
+    for name, pieces in written.items():
+        yield f',"{name}":'.encode()
+        yield from pieces
+    yield b"}"
 
 
 def _namer(call: Call, tokenizer: Any) -> Callable[[int], str]:
@@ -175,15 +181,15 @@ def _with_echo(
     return prompt + ids, logprobs, None if top is None else [None, *top_of_prompt, *top]
 
 
-def _prompt_logprobs(call: Call, output: RolloutOutput, tokenizer: Any) -> str:
-    """Of each of a prompt's tokens, as vLLM gives them, in JSON: by id the token itself, and the likeliest ones.
+def _prompt_logprobs(call: Call, output: RolloutOutput, tokenizer: Any) -> list[bytes]:
+    """Of each of a prompt's tokens, as vLLM gives them, in pieces of JSON: by id the token itself, and the likeliest ones.
 
     There may be millions, which are written position by position: ``json.dumps`` of them all would keep other threads waiting.
     """
     given = _scored(output)
     texts: dict[int, str] = {}  # in JSON
     name = _namer(call, tokenizer)
-    positions = ["null"]  # of the first token
+    pieces = [b"[null"]  # of the first token
     for token, logprob, rank, likeliest in zip(
         given.token_ids.tolist(),
         given.logprobs.tolist(),
@@ -198,16 +204,16 @@ def _prompt_logprobs(call: Call, output: RolloutOutput, tokenizer: Any) -> str:
             f'"{i}":{{"logprob":{_held(value)},"rank":{r},"decoded_token":{texts[i]}}}'
             for i, (value, r) in said.items()
         ]
-        positions.append(f"{{{','.join(entries)}}}")
-    return f"[{','.join(positions)}]"
+        pieces.append(f",{{{','.join(entries)}}}".encode())
+    return [*pieces, b"]"]
 
 
 def _likeliest(given: TokenLogprobs, count: int) -> Iterator[list[tuple[int, float]]]:
     """At each token the ``count`` likeliest ids, or as many as there are, with their log-probabilities."""
     if given.top_ids is None or given.top_logprobs is None:
         return iter([[]] * len(given.token_ids))
-    rows = zip(given.top_ids[:, :count].tolist(), given.top_logprobs[:, :count].tolist(), strict=True)
-    return (list(zip(ids, values, strict=True)) for ids, values in rows)
+    rows = zip(given.top_ids[:, :count], given.top_logprobs[:, :count], strict=True)
+    return (list(zip(ids.tolist(), values.tolist(), strict=True)) for ids, values in rows)
 
 
 def _scored(output: RolloutOutput) -> TokenLogprobs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,7 +26,7 @@ from server_setup import (  # noqa: F401 - fixtures among them
     text_model,
     until,
 )
-from small_engine import EOS, encode, tokenizer
+from small_engine import EOS, TEXT_VOCAB, encode, tokenizer
 
 from stoker.integrations import openai_api
 from stoker.integrations.openai_answers import answer
@@ -224,6 +225,20 @@ def test_so_many_log_probabilities(server: Server, monkeypatch: pytest.MonkeyPat
         assert status == 400 and "the server gives at most 48 in an answer; ask for fewer" in found["error"]["message"]
     status, found = post(server, "/v1/chat/completions", {"messages": CHAT, "prompt_logprobs": 3})
     assert status == 400 and "the server gives at most 48" in found["error"]["message"]
+
+
+def test_a_large_answer_is_put_together_once(engine: RolloutEngine) -> None:
+    """Each copy of it would keep other threads waiting, and take memory."""
+    asked = {"prompt": [[5] * 200], "prompt_logprobs": TEXT_VOCAB, "max_tokens": 0}
+    call = openai_api.read_call(asked, engine, "policy", LIVE, chat=False)
+    outputs = list(engine.generate_batch(call.prompts, call.params))
+    answer(call, outputs, engine.tokenizer, 0)
+    tracemalloc.start()
+    try:
+        whole = answer(call, outputs, engine.tokenizer, 0)
+        assert tracemalloc.get_traced_memory()[1] < 2.5 * len(whole)  # in pieces, and as one
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
