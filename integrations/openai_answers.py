@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 from uuid import uuid4
 
@@ -135,7 +136,7 @@ def _namer(call: Call, tokenizer: Any) -> Callable[[int], str]:
     """What a token is called where log-probabilities name it."""
     if tokenizer is None or call.named_by_ids:
         return "token_id:{}".format
-    return lambda token: str(tokenizer.decode([token]))
+    return cache(lambda token: str(tokenizer.decode([token])))
 
 
 # -- prompts -------------------------------------------------------------------------------------------------------
@@ -176,9 +177,8 @@ def _with_echo(
     prompt = output.prompt_token_ids
     given = _scored(output)
     top_of_prompt = map(dict, _likeliest(given, call.params.logprobs))
-    # None of the first token.
-    logprobs = [None, *given.logprobs.tolist(), *logprobs]
-    return prompt + ids, logprobs, None if top is None else [None, *top_of_prompt, *top]
+    known: list[float | None] = [None, *given.logprobs.tolist(), *logprobs]  # None of the first token
+    return prompt + ids, known, None if top is None else [None, *top_of_prompt, *top]
 
 
 def _prompt_logprobs(call: Call, output: RolloutOutput, tokenizer: Any) -> list[bytes]:
