@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ class ScoreRows:
     hidden: Tensor  # int64 [N], the packed token whose hidden state predicts it
     targets: Tensor  # int64 [N]
     inverse_temperature: Tensor  # fp32 [N]
-    top_k: int  # the most any request asks for
+    top_k: list[int]  # of each request, how many of the likeliest tokens it asks for
 
     @staticmethod
     def arrays(plan: Plan) -> tuple[NDArray[Any], ...]:
@@ -54,9 +55,18 @@ class ScoreRows:
         """None where the plan scores nothing. tensors: ``arrays``, on the device."""
         if not tensors:
             return None
-        top_k = max(r.scoring.variant.top_k for r, t in zip(plan.requests, plan.scored, strict=True) if t and r.scoring)
+        top_k = [0 if r.scoring is None else r.scoring.variant.top_k for r in plan.requests]
         hidden, targets, inverse_temperature = tensors
         return cls(plan.scored, hidden, targets, inverse_temperature, top_k)
+
+    def alike(self, start: int, end: int) -> Iterator[tuple[slice, int]]:
+        """Parts of the rows ``start`` to ``end``, counted from ``start``, that ask for equally many of the likeliest tokens."""
+        first = 0
+        for top_k, of in groupby(zip(self.tokens, self.top_k, strict=True), key=lambda one: one[1]):
+            last = first + sum(len(tokens) for tokens, _ in of)
+            if max(first, start) < min(last, end):
+                yield slice(max(first, start) - start, min(last, end) - start), top_k
+            first = last
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +74,19 @@ class PendingScores:
     """Scores on their way to the host."""
 
     tokens: list[range]
-    columns: tuple[HostCopy, ...]  # as ``TokenScores.columns``, for all requests one after the other
+    top_k: list[int]
+    columns: tuple[HostCopy, ...]  # as ``TokenScores.columns``, for all requests one after the other, the last two flat
 
     def read(self) -> list[TokenScores | None]:
         """Wait for the scores of each request; None where nothing of it was scored."""
-        columns = [copy.wait() for copy in self.columns]
+        *each, ids, values = [copy.wait() for copy in self.columns]
         scores: list[TokenScores | None] = []
-        offset = 0
-        for t in self.tokens:
-            part = slice(offset, offset + len(t))
-            scores.append(TokenScores(t.start, t.stop, *(column[part] for column in columns)) if t else None)
-            offset = part.stop
+        row = cell = 0
+        for t, top_k in zip(self.tokens, self.top_k, strict=True):
+            rows, cells = slice(row, row + len(t)), slice(cell, cell + len(t) * top_k)
+            likeliest = (column[cells].view(len(t), top_k) for column in (ids, values))
+            scores.append(TokenScores(t.start, t.stop, *(c[rows] for c in each), *likeliest) if t else None)
+            row, cell = rows.stop, cells.stop
         return scores
 
 
@@ -94,13 +106,18 @@ class Scorer:
         for start in range(0, len(rows.targets), self.chunk):
             part = slice(start, start + self.chunk)
             columns = rows.targets[part], rows.inverse_temperature[part]
+            alike = rows.alike(start, start + len(columns[0]))
             # The logits get no name here, so that they are gone before the next ones are made.
-            parts.append(self._chunk(model.logits_of(hidden, rows.hidden[part], adapters), *columns, rows.top_k))
+            parts.append(self._chunk(model.logits_of(hidden, rows.hidden[part], adapters), *columns, alike))
         scores = (torch.cat(column) for column in zip(*parts, strict=True))
-        return PendingScores(rows.tokens, tuple(self.runtime.to_host(column) for column in scores))
+        return PendingScores(rows.tokens, rows.top_k, tuple(self.runtime.to_host(column) for column in scores))
 
-    def _chunk(self, logits: Tensor, targets: Tensor, inverse: Tensor, top_k: int) -> tuple[Tensor, ...]:
-        """logits: [R, V]. Returns columns of ``TokenScores``."""
+    def _chunk(
+        self, logits: Tensor, targets: Tensor, inverse: Tensor, alike: Iterable[tuple[slice, int]]
+    ) -> tuple[Tensor, ...]:
+        """logits: [R, V]. Returns columns as ``PendingScores`` has them."""
         logprobs, entropy, ranks = self.ops.score_tokens(logits, inverse, targets)
-        ids, values = likeliest(self.ops, logits, inverse, top_k, targets, logprobs)
+        # Not as many in all rows as the one that asks for most: one that asks for all has few rows.
+        tops = [likeliest(self.ops, logits[a], inverse[a], top_k, targets[a], logprobs[a]) for a, top_k in alike]
+        ids, values = (torch.cat([column.flatten() for column in both]) for both in zip(*tops, strict=True))
         return logprobs, entropy, ranks, ids, values

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 from uuid import uuid4
 
 from stoker.integrations.openai_api import Call
 from stoker.integrations.text_stream import TextStream
+from stoker.kernels.errors import EngineStateError
 from stoker.rollout import Completion, RolloutChunk, RolloutOutput, TokenLogprobs
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -18,11 +20,12 @@ _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 def answer(call: Call, outputs: Sequence[RolloutOutput], tokenizer: Any, created: int) -> bytes:
     """The answer to a call that is not streamed, in JSON. created: seconds since 1970.
 
-    Raises the error of a prompt for which the model gave NaN.
+    Raises the error of a prompt for which the model gave NaN, and ``EngineStateError`` where a prompt is not scored.
     """
     if not call.complete:
         outputs = list(map(_of_prompt_alone, outputs))
-    whole, choices = {**_head(call, created, stream=False), "usage": _usage(outputs)}, []
+    whole = {**_head(call, created, stream=False), "usage": _usage(outputs)}
+    choices: list[bytes] = []
     for row, output in enumerate(outputs):
         given = {} if call.prompt_logprobs is None else {"prompt_logprobs": _prompt_logprobs(call, output, tokenizer)}
         for completion in output.completions:
@@ -36,9 +39,9 @@ def answer(call: Call, outputs: Sequence[RolloutOutput], tokenizer: Any, created
             if call.ids:
                 choice["prompt_token_ids"] = output.prompt_token_ids
                 choice |= {"token_ids": completion.token_ids, "weight_versions": completion.weight_versions}
-            choices.append(_json(choice, {} if call.chat else given))
+            choices += (b"," if choices else b"[", *_json(choice, {} if call.chat else given))
     of_chat = given if call.chat else {}  # as vLLM has it
-    return _json(whole, {"choices": f"[{','.join(choices)}]", **of_chat}).encode()
+    return b"".join(_json(whole, {"choices": [*choices, b"]"], **of_chat}))
 
 
 def failure(status: int, message: str, code: str | None = None) -> dict[str, Any]:
@@ -117,18 +120,23 @@ def _tool_call(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
 
 
-def _json(plain: Mapping[str, Any], written: Mapping[str, str]) -> str:
-    """JSON of an object with ``plain`` fields, at least one, and others whose JSON is ``written`` already."""
-    first = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))[1:-1]
-    others = [f'"{name}":{text}' for name, text in written.items()]
-    return f"{{{','.join([first, *others])}}}"
+def _json(plain: Mapping[str, Any], written: Mapping[str, Iterable[bytes]]) -> Iterator[bytes]:
+    """JSON of an object with ``plain`` fields, at least one, and others whose JSON is ``written`` already.
+
+    All of it is in pieces, since each copy of hundreds of megabytes would keep other threads waiting.
+    """
+    yield json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))[:-1].encode()
+    for name, pieces in written.items():
+        yield f',"{name}":'.encode()
+        yield from pieces
+    yield b"}"
 
 
 def _namer(call: Call, tokenizer: Any) -> Callable[[int], str]:
     """What a token is called where log-probabilities name it."""
     if tokenizer is None or call.named_by_ids:
         return "token_id:{}".format
-    return lambda token: str(tokenizer.decode([token]))
+    return cache(lambda token: str(tokenizer.decode([token])))
 
 
 # -- prompts -------------------------------------------------------------------------------------------------------
@@ -167,25 +175,21 @@ def _with_echo(
     if not (call.echo and call.logprobs):
         return ids, logprobs, top
     prompt = output.prompt_token_ids
-    # None of the first token, and none at all where the request was aborted before.
-    of_prompt: list[float | None] = [None] * len(prompt)
-    top_of_prompt: list[dict[int, float] | None] = [None] * len(prompt)
-    if (given := _scored(output)) is not None:
-        of_prompt[1:] = given.logprobs.tolist()
-        top_of_prompt[1:] = map(dict, _likeliest(given, call.params.logprobs))
-    return prompt + ids, [*of_prompt, *logprobs], None if top is None else [*top_of_prompt, *top]
+    given = _scored(output)
+    top_of_prompt = map(dict, _likeliest(given, call.params.logprobs))
+    known: list[float | None] = [None, *given.logprobs.tolist(), *logprobs]  # None of the first token
+    return prompt + ids, known, None if top is None else [None, *top_of_prompt, *top]
 
 
-def _prompt_logprobs(call: Call, output: RolloutOutput, tokenizer: Any) -> str:
-    """Of each of a prompt's tokens, as vLLM gives them, in JSON: by id the token itself, and the likeliest ones.
+def _prompt_logprobs(call: Call, output: RolloutOutput, tokenizer: Any) -> list[bytes]:
+    """Of each of a prompt's tokens, as vLLM gives them, in pieces of JSON: by id the token itself, and the likeliest ones.
 
     There may be millions, which are written position by position: ``json.dumps`` of them all would keep other threads waiting.
     """
-    if (given := _scored(output)) is None:
-        return "null"
+    given = _scored(output)
     texts: dict[int, str] = {}  # in JSON
     name = _namer(call, tokenizer)
-    positions = ["null"]  # of the first token
+    pieces = [b"[null"]  # of the first token
     for token, logprob, rank, likeliest in zip(
         given.token_ids.tolist(),
         given.logprobs.tolist(),
@@ -200,22 +204,24 @@ def _prompt_logprobs(call: Call, output: RolloutOutput, tokenizer: Any) -> str:
             f'"{i}":{{"logprob":{_held(value)},"rank":{r},"decoded_token":{texts[i]}}}'
             for i, (value, r) in said.items()
         ]
-        positions.append(f"{{{','.join(entries)}}}")
-    return f"[{','.join(positions)}]"
+        pieces.append(f",{{{','.join(entries)}}}".encode())
+    return [*pieces, b"]"]
 
 
 def _likeliest(given: TokenLogprobs, count: int) -> Iterator[list[tuple[int, float]]]:
     """At each token the ``count`` likeliest ids, or as many as there are, with their log-probabilities."""
     if given.top_ids is None or given.top_logprobs is None:
         return iter([[]] * len(given.token_ids))
-    rows = zip(given.top_ids[:, :count].tolist(), given.top_logprobs[:, :count].tolist(), strict=True)
-    return (list(zip(ids, values, strict=True)) for ids, values in rows)
+    rows = zip(given.top_ids[:, :count], given.top_logprobs[:, :count], strict=True)
+    return (list(zip(ids.tolist(), values.tolist(), strict=True)) for ids, values in rows)
 
 
-def _scored(output: RolloutOutput) -> TokenLogprobs | None:
-    """What is known of a prompt's tokens, from the second on; None where the request was aborted before."""
+def _scored(output: RolloutOutput) -> TokenLogprobs:
+    """What is known of a prompt's tokens, from the second on."""
     given = output.prompt_logprobs
-    if given is not None and given.error is not None:
+    if given is None:  # an answer without it could be taken for that of a server that does not score
+        raise EngineStateError("the request was aborted before its prompt was scored: send it again")
+    if given.error is not None:
         raise given.error
     return given
 

@@ -178,16 +178,17 @@ def _of_prompts(fields: dict[str, Any], chat: bool, stream: bool) -> tuple[bool,
     asked = next((name for name in ("prompt_logprobs", "echo") if name in fields or (echo and name == "echo")), None)
     if asked and stream:
         raise InvalidRequestError(f"{asked} with stream: what it asks for is not streamed; leave one of them out")
-    limit = fields.get("max_tokens")
-    alone = asked is not None and limit == 0 and is_int(limit)
+    limits = {"max_tokens", "max_completion_tokens"} & fields.keys()
+    alone = asked is not None and bool(limits) and all(is_int(fields[name]) and fields[name] == 0 for name in limits)
     if alone:
-        fields["max_tokens"] = 1  # a token that nobody is shown
+        fields |= dict.fromkeys(limits, 1)  # a token that nobody is shown
     return echo, not alone
 
 
 def _check_logprobs(params: SamplingParams, prompts: list[Any], engine: RolloutEngine, chat: bool) -> None:
     """Refuse more log-probabilities than an answer has room for."""
-    sampled = params.n * len(prompts) * (params.max_tokens or engine.max_model_len)
+    longest = min(params.max_tokens or engine.max_model_len, engine.max_model_len)
+    sampled = params.n * len(prompts) * longest
     if sampled * params.logprobs > _MOST_ALTERNATIVES:
         raise InvalidRequestError(
             f"{params.logprobs} alternatives at each of up to {sampled} tokens: the server gives at most {_MOST_ALTERNATIVES} in an "

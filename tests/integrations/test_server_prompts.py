@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,15 +27,16 @@ from server_setup import (  # noqa: F401 - fixtures among them
     post,
     text_engine,
     text_model,
+    until,
 )
-from small_engine import EOS, encode, tokenizer
+from small_engine import EOS, TEXT_VOCAB, encode, tokenizer
 
 from stoker.integrations import openai_api
 from stoker.integrations.openai_answers import answer
 from stoker.integrations.server import Server, serve
 from stoker.integrations.trl import attach, detach
 from stoker.integrations.trl_teachers import without_vllm
-from stoker.rollout import LIVE, RequestFailedError, RolloutEngine, SamplingParams
+from stoker.rollout import LIVE, RequestFailedError, RolloutEngine, RolloutOutput, SamplingParams
 
 TEXT = "Every word is likely."
 
@@ -91,6 +97,20 @@ def test_log_probabilities_of_a_chat(engine: RolloutEngine, client: Any) -> None
     prompt = choice.prompt_token_ids
     assert_said(answer.prompt_logprobs, prompt, expected(engine.model, prompt), 1)
     assert len(choice.token_ids) == 3 and "prompt_logprobs" not in choice.model_extra
+
+
+@pytest.mark.parametrize(
+    "limits", [("max_tokens",), ("max_completion_tokens",), ("max_tokens", "max_completion_tokens")]
+)
+def test_a_chat_alone_by_either_of_the_names_for_a_limit(server: Server, limits: tuple[str, ...]) -> None:
+    asked = {"messages": CHAT, "prompt_logprobs": 0}
+    status, found = post(server, "/v1/chat/completions", asked | dict.fromkeys(limits, 0))
+    assert (
+        status == 200 and found["usage"]["completion_tokens"] == 0 and found["choices"][0]["message"]["content"] == ""
+    )
+    assert len(found["prompt_logprobs"]) == found["usage"]["prompt_tokens"]
+    status, found = post(server, "/v1/chat/completions", asked | {"max_tokens": 0, "max_completion_tokens": 1})
+    assert status == 400 and "max_tokens=0, max_completion_tokens=1: give one of them" in found["error"]["message"]
 
 
 def test_an_echo(engine: RolloutEngine, client: Any) -> None:
@@ -210,6 +230,28 @@ def test_so_many_log_probabilities(server: Server, monkeypatch: pytest.MonkeyPat
     assert status == 400 and "the server gives at most 48" in found["error"]["message"]
 
 
+def asked_of(engine: RolloutEngine, body: Any) -> tuple[openai_api.Call, list[RolloutOutput]]:
+    """A request as the server reads it, and what it answers from."""
+    call = openai_api.read_call(body, engine, "policy", LIVE, chat=False)
+    return call, list(engine.generate_batch(call.prompts, call.params))
+
+
+def test_a_large_answer_is_put_together_once(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copy of it would keep other threads waiting, and take memory; and to look up a token's text takes longest of all."""
+    call, outputs = asked_of(engine, {"prompt": [[5] * 200], "prompt_logprobs": TEXT_VOCAB, "max_tokens": 0})
+    answer(call, outputs, engine.tokenizer, 0)
+    tracemalloc.start()
+    try:
+        whole = answer(call, outputs, engine.tokenizer, 0)
+        assert tracemalloc.get_traced_memory()[1] < 2.5 * len(whole)  # in pieces, and as one
+    finally:
+        tracemalloc.stop()
+    decode = Mock(side_effect=engine.tokenizer.decode)
+    call, outputs = asked_of(engine, {"prompt": [[5] * 20], "echo": True, "logprobs": 9, "max_tokens": 0})
+    answer(call, outputs, SimpleNamespace(decode=decode), 0)
+    assert set(Counter(map(str, decode.call_args_list)).values()) == {1}
+
+
 @pytest.mark.parametrize(
     ("path", "asked"),
     [
@@ -225,6 +267,11 @@ def test_so_many_alternatives(server: Server, monkeypatch: pytest.MonkeyPatch, p
         assert status == 400 and "the server gives at most 48 in an answer; ask for fewer" in found["error"]["message"]
 
 
+def test_a_max_tokens_beyond_any_is_as_none(server: Server, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_api, "_MOST_ALTERNATIVES", 2 * engine.max_model_len)
+    assert post(server, "/v1/completions", {"prompt": "ab", "logprobs": 2, "max_tokens": 10**9})[0] == 200
+
+
 @torch.no_grad()
 def test_a_prompt_that_the_model_has_no_numbers_for() -> None:
     model = text_model()
@@ -236,20 +283,30 @@ def test_a_prompt_that_the_model_has_no_numbers_for() -> None:
 
 
 def test_a_number_that_json_cannot_hold_is_an_error_even_where_sampling_went_on(engine: RolloutEngine) -> None:
-    call = openai_api.read_call({"prompt": "ab", "prompt_logprobs": 0}, engine, "policy", LIVE, chat=False)
-    (output,) = engine.generate_batch(call.prompts, call.params)
+    call, (output,) = asked_of(engine, {"prompt": "ab", "prompt_logprobs": 0})
     assert json.loads(answer(call, [output], engine.tokenizer, 0))["choices"][0]["prompt_logprobs"]
     failed = replace(output.prompt_logprobs, error=RequestFailedError("NaN"))
     with pytest.raises(RequestFailedError):
         answer(call, [replace(output, prompt_logprobs=failed)], engine.tokenizer, 0)
-    aborted = json.loads(answer(call, [replace(output, prompt_logprobs=None)], engine.tokenizer, 0))
-    assert aborted["choices"][0]["prompt_logprobs"] is None
+
+
+@pytest.mark.parametrize("asked", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}], ids=str)
+def test_what_is_aborted_before_its_prompt_is_scored_may_be_sent_again(asked: Any) -> None:
+    """As clients do where the status says so. They could make nothing of an answer without what they asked for."""
+    with text_engine() as engine, serve(engine, port=0) as server, ThreadPoolExecutor(1) as pool:
+        engine.pause()
+        answered = pool.submit(post, server, "/v1/completions", {"prompt": TEXT, "max_tokens": 0, **asked})
+        until(lambda: engine.core.has_work)
+        engine.pause("abort")
+        status, found = answered.result(60)
+        assert status == 503 and "aborted before its prompt was scored" in found["error"]["message"]
+        engine.resume()
+        assert post(server, "/v1/completions", {"prompt": TEXT, "max_tokens": 0, **asked})[0] == 200
 
 
 def test_an_echo_of_text_is_the_text(engine: RolloutEngine) -> None:
     """Without what a tokenizer puts before it."""
-    call = openai_api.read_call({"prompt": "ab", "echo": True, "max_tokens": 0}, engine, "policy", LIVE, chat=False)
-    (output,) = engine.generate_batch(call.prompts, call.params)
+    call, (output,) = asked_of(engine, {"prompt": "ab", "echo": True, "max_tokens": 0})
     longer = replace(output, prompt_token_ids=[EOS, *output.prompt_token_ids])
     assert json.loads(answer(call, [longer], engine.tokenizer, 0))["choices"][0]["text"] == "ab"
 

@@ -164,6 +164,23 @@ def test_an_adapter_is_read_live_and_never_merged(distil: Make, monkeypatch: pyt
         assert output.completions[0].logprobs == pytest.approx(plain, abs=LOGPROB_TOLERANCE)
 
 
+def test_the_base_of_the_students_adapter_may_teach(distil: Make) -> None:
+    """From the same engine: there is no other copy of the model."""
+    pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+    from stoker.integrations.server import serve
+
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    trainer = distil(peft_config=config, learning_rate=0.05)
+    samples = record(trainer.rollouts)
+    with serve(trainer.rollouts.engine, port=0, adapter=None) as server:
+        trainer.args.teacher_server_urls = dict.fromkeys(("t0", "t1"), server.url)
+        trainer.train()
+    base = make_model().eval()
+    assert trainer.state.global_step == 3 and samples
+    for sample in samples:
+        assert_scored_by(base, sample)
+
+
 def test_a_run_goes_on_where_its_checkpoint_stopped(distil: Make, tmp_path: Path) -> None:
     with served(teacher_model()) as server:
         trainer = distil(server, save_strategy="steps", save_steps=2, max_steps=2)

@@ -10,7 +10,9 @@ from scored import check, clean_engine, engine_of, model_of, shared_engine  # no
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from stoker.engine import scorer
 from stoker.engine.device import CpuRuntime
+from stoker.engine.sampler import likeliest
 from stoker.engine.scorer import Scorer, ScoreRows
 from stoker.kernels.ops import REFERENCE
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
@@ -171,11 +173,31 @@ def test_logits_of_16_bits_are_exact_where_they_are_compared(dtype):
     logits, inverse, targets = torch.randn(7, 90).to(dtype), torch.linspace(0.4, 3, 7), torch.arange(7) * 12
     logits[::2, 5] = 37.25  # so far from the others that 16 bits hold no difference
     model = SimpleNamespace(logits_of=lambda hidden, rows, adapters: logits[rows])
-    rows = ScoreRows([range(3, 10)], torch.arange(7), targets, inverse, 5)
+    rows = ScoreRows([range(3, 10)], torch.arange(7), targets, inverse, [5])
     (scores,) = Scorer(REFERENCE, CpuRuntime(torch.device("cpu")), 3)(model, logits, rows, None).read()
     expected = (logits.double() * inverse[:, None]).log_softmax(-1)
     torch.testing.assert_close(scores.logprobs.double(), expected[torch.arange(7), targets], rtol=0, atol=1e-5)
     torch.testing.assert_close(scores.top_logprobs.double(), expected.topk(5).values, rtol=0, atol=1e-5)
+
+
+def test_who_asks_for_all_tokens_does_not_ask_for_others(monkeypatch):
+    """Steps are shared, and so many for each of a long prompt's tokens would be larger than the model."""
+    made, model = [], model_of("qwen3")
+
+    def noted(ops, logits, inverse, count, *given):
+        made.append(len(logits) * count)
+        return likeliest(ops, logits, inverse, count, *given)
+
+    monkeypatch.setattr(scorer, "likeliest", noted)
+    prompts, tops = [draw(seed, length) for seed, length in enumerate((9, 3, 30, 1, 5, 7))], [2, VOCAB, 0, 3, 2, 2]
+    params = [SamplingParams(max_tokens=1, prompt_logprobs=top) for top in tops]
+    with engine_of(model) as engine:
+        batch = engine.generate_batch(prompts, params)
+        batch.raise_for_errors()
+    assert sum(made) == sum((len(prompt) - 1) * top for prompt, top in zip(prompts, tops, strict=True))
+    for prompt, top, output in zip(prompts, tops, batch, strict=True):
+        if len(prompt) > 1:
+            check(output.prompt_logprobs, model, prompt, 1, top_k=top)
 
 
 # -- prompt log-probabilities --------------------------------------------------------------------------------------
