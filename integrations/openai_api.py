@@ -43,6 +43,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _MOST_SAMPLES = 16384  # more could take all memory
 _MOST_LOGPROBS = 1 << 22  # of prompts' tokens, at 70 bytes of an answer each
 _MOST_ALTERNATIVES = 1 << 24  # of sampled tokens, if completions become as long as they may
+_MOST_AT_A_TOKEN = 1024  # of them: a step makes as many for all requests in it as the one that asks for most
 _MOST_CHARACTERS = 128  # of text for each token there may be: as many as the longest tokens of large vocabularies have
 
 
@@ -189,6 +190,10 @@ def _check_logprobs(params: SamplingParams, prompts: list[Any], engine: RolloutE
     """Refuse more log-probabilities than an answer has room for."""
     longest = min(params.max_tokens or engine.max_model_len, engine.max_model_len)
     sampled = params.n * len(prompts) * longest
+    if params.logprobs > _MOST_AT_A_TOKEN:
+        raise InvalidRequestError(
+            f"{params.logprobs} alternatives to a token: the server gives at most {_MOST_AT_A_TOKEN} to one that is sampled"
+        )
     if sampled * params.logprobs > _MOST_ALTERNATIVES:
         raise InvalidRequestError(
             f"{params.logprobs} alternatives at each of up to {sampled} tokens: the server gives at most {_MOST_ALTERNATIVES} in an "

@@ -58,8 +58,11 @@ class DistillationLoop(EngineLoop, _AsyncRolloutLoop):  # type: ignore[misc]
     async def _post(self, base_url: str, path: str, payload: dict[str, Any], timeout: float) -> Any:
         url = base_url + path
         answer = await self._ask(url, timeout, json.dumps(payload).encode())
-        scored = answer["choices"][0].get("prompt_logprobs")
-        if scored is None or len(scored) != len(payload["prompt"]):
+        try:
+            scored = answer["choices"][0]["prompt_logprobs"] or ()
+        except (LookupError, TypeError):  # of another kind of server
+            scored = ()
+        if len(scored) != len(payload["prompt"]):
             raise RequestFailedError(
                 f"{url} answered without prompt_logprobs of every token: a teacher is a server that gives them, as vllm serve does"
             )

@@ -252,6 +252,14 @@ def test_a_large_answer_is_put_together_once(engine: RolloutEngine, monkeypatch:
     assert set(Counter(map(str, decode.call_args_list)).values()) == {1}
 
 
+def test_so_many_alternatives_to_a_token(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One who asks for all of them would have everybody wait: a step makes as many in each of its rows."""
+    monkeypatch.setattr(openai_api, "_MOST_AT_A_TOKEN", 3)
+    assert post(server, "/v1/completions", {"prompt": "a", "logprobs": 3, "prompt_logprobs": 264})[0] == 200
+    status, found = post(server, "/v1/completions", {"prompt": "a", "logprobs": 4})
+    assert status == 400 and "4 alternatives to a token: the server gives at most 3" in found["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "asked"),
     [

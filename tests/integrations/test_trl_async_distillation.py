@@ -232,6 +232,7 @@ def unscored(answer: list[Any]) -> Any:
         ),
         (answers(500, {"message": "out of memory"}), r"status 500: .*out of memory.*: it was waited for 0.6 s"),
         (answers(200, {"choices": [{"text": ""}]}), "answered without prompt_logprobs of every token"),
+        (answers(200, {"object": "error"}), "answered without prompt_logprobs of every token"),
         (unscored([None]), "answered without prompt_logprobs of every token"),
         (
             lambda body: unscored([{"11": {"logprob": 0.0, "rank": 1}}] * len(body["prompt"]))(body),
