@@ -239,7 +239,7 @@ def unscored(answer: list[Any]) -> Any:
             "token 11, and the student has 11",
         ),
     ],
-    ids=["refuses", "fails", "does not score", "scores less", "has more tokens"],
+    ids=["refuses", "fails", "does not score", "is another server", "scores less", "has more tokens"],
 )
 def test_a_teacher_that_does_not_score_ends_training_with_its_answer(distil: Make, replies: Any, says: str) -> None:
     with served(teacher_model()) as server:
