@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from stoker.benchmarks import ceilings, images, sweeps
+from stoker.benchmarks import ceilings, images, overhead, sweeps
 from stoker.benchmarks.ceilings import best_time
+from stoker.benchmarks.overhead import growth
 from stoker.benchmarks.scenarios import SCENARIOS
 from stoker.engine.images import reader as image_reader
 from stoker.integrations.cli import main
@@ -29,11 +30,13 @@ def run(tmp_path: Path, name: str, *flags: str) -> dict:
 
 @pytest.fixture(autouse=True)
 def _little_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ceilings are looked for a tenth as long, as engines are far below them; of steps, half as many."""
+    """Ceilings are looked for a tenth as long, as engines are far below them; of steps, half as many, and once."""
     monkeypatch.setattr(
         ceilings, "best_time", lambda call, device, budget_s=0.5: best_time(call, device, budget_s / 10)
     )
     monkeypatch.setattr(sweeps, "TOKENS", 40)
+    monkeypatch.setattr(sweeps, "_REPEATS", 1)
+    monkeypatch.setattr(overhead, "growth", lambda *given, rounds: growth(*given, rounds=min(rounds, 2)))
 
 
 def test_rollouts_against_their_ceiling(
@@ -154,11 +157,13 @@ def test_a_token_behind_a_new_adapter_is_timed_on_the_engine_that_got_it(
 ) -> None:
     """An update leaves to the next rollout to look at all weights, which is a part of what it takes."""
     lora = pytest.importorskip("stoker.benchmarks.lora", reason="PEFT is not installed", exc_type=ImportError)
-    toy, small = lora.SCENARIOS["cpu", True]
     sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    config = type(small.spec.config).from_dict(small.spec.config.to_dict() | sizes)
-    smaller = replace(small, spec=replace(small.spec, config=config))  # by which nothing but the time changes
-    monkeypatch.setitem(lora.SCENARIOS, ("cpu", True), [toy, smaller])
+    smaller = []  # by which nothing but the time changes
+    for scenario in lora.SCENARIOS["cpu", True]:
+        fields = {k: v for k, v in scenario.spec.config.to_dict().items() if k != "layer_types"}
+        config = type(scenario.spec.config).from_dict(fields | sizes)
+        smaller.append(replace(scenario, spec=replace(scenario.spec, config=config)))
+    monkeypatch.setitem(lora.SCENARIOS, ("cpu", True), smaller)
     found, _ = run(tmp_path, "lora")["lora"]
     assert all(found["updates"][way]["token_s"] > 0 for way in ("live", "merge and push"))
 

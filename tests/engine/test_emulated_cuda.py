@@ -184,10 +184,12 @@ def as_the_model_says(batch: RolloutBatch, model: Any) -> None:
         torch.testing.assert_close(torch.tensor(completion.logprobs), chosen, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("stable", [True, False], ids=["same addresses", "other addresses"])
-@pytest.mark.parametrize("family", ["llama", "falcon_h1", "kimi_linear", "mamba2"])
+@pytest.mark.parametrize(
+    ("family", "stable"),
+    [("llama", True), ("llama", False), ("falcon_h1", True), ("kimi_linear", False), ("mamba2", False)],
+)
 def test_tokens_and_scores_are_those_of_a_cpu(family: str, stable: bool) -> None:
-    """Also where memory comes back elsewhere, and graphs are captured again."""
+    """Also where memory comes back elsewhere (not stable), and graphs are captured again."""
     model, asked = (make_hybrid if family in HYBRIDS else make_model)(family), (prompts(10), params(10))
     with build(model, runtime=CpuRuntime) as engine:
         expected = engine.generate_batch(*asked)

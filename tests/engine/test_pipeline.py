@@ -106,23 +106,21 @@ def test_what_torch_holds_and_nobody_uses_is_free_for_states(monkeypatch: pytest
 
 @cache
 def one_step_at_a_time(family: str) -> tuple[RolloutBatch, int]:
-    """What 25 requests give, and the memory in which some of them are preempted."""
+    """What 15 requests give, for 12 of which there are rows, and the memory in which some of them are preempted."""
     with build(family, runtime=CpuRuntime) as plain:
-        expected = plain.generate_batch(prompts(25), params(25))
-        few = 20 if plain.core.scheduler.tables.windowed else 40  # blocks
+        expected = plain.generate_batch(prompts(15), params(15))
+        few = 16 if plain.core.scheduler.tables.windowed else 40  # blocks
         return expected, few * plain.stats().kv_block_bytes + plain.stats().recurrent_state_bytes
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "gemma2", "gemma3", "olmo2", "qwen3_moe", "deepseek_v3", "qwen3_5", "falcon_h1"]
-)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "deepseek_v3", "qwen3_5", "falcon_h1"])
 @pytest.mark.parametrize("memory", ["4MiB", None])
 def test_launched_ahead_and_replayed_gives_what_one_step_at_a_time_gives(family: str, memory: str | None) -> None:
     expected, tight = one_step_at_a_time(family)
     with build(family, kv_cache_memory=memory or tight, max_num_batched_tokens=24) as engine:
         assert isinstance(engine.core.runner, GraphStep)
         for _ in range(2):
-            close(engine.generate_batch(prompts(25), params(25)), expected)
+            close(engine.generate_batch(prompts(15), params(15)), expected)
             engine.core.scheduler.check()
             assert not engine.core.has_work
         assert (engine.stats().num_preemptions > 0) == (memory is None)

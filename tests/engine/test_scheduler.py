@@ -14,44 +14,37 @@ from machine import (
     make_spec,
     until,
 )
-from traffic import Traffic
+from traffic import Traffic, half
 
 from stoker.engine.cache.state_cache import StateLayout
 from stoker.engine.plan import Sampled
 from stoker.engine.request import Adapter, Request, Status
 from stoker.kernels.errors import RequestFailedError
 
+# Of a scheduler: block_size, num_blocks, max_num_seqs, budget, window, caching.
+SIZES = [
+    (1, 25, 4, 7, 1, True),
+    (1, 25, 4, 7, 4, False),
+    (2, 14, 6, 64, 8, True),
+    (2, 14, 6, 5, 1, False),
+    (4, 9, 8, 64, 1, True),
+    (4, 9, 8, 64, 8, False),
+    (4, 9, 8, 3, 3, True),
+    (4, 11, 3, 1, 2, True),
+    (4, 60, 16, 24, 5, True),
+    (4, 60, 16, 24, 5, False),
+    (8, 5, 8, 32, 4, True),
+]
+STATES = [(0, None), (1, None), (2, None), (0, 1), (1, 5), (2, 5)]
 
-@pytest.mark.parametrize(
-    ("block_size", "num_blocks", "max_num_seqs", "budget", "window", "caching"),
-    [
-        (1, 25, 4, 7, 1, True),
-        (1, 25, 4, 7, 4, False),
-        (2, 14, 6, 64, 8, True),
-        (2, 14, 6, 5, 1, False),
-        (4, 9, 8, 64, 1, True),
-        (4, 9, 8, 64, 8, False),
-        (4, 9, 8, 3, 3, True),
-        (4, 11, 3, 1, 2, True),
-        (4, 60, 16, 24, 5, True),
-        (4, 60, 16, 24, 5, False),
-        (8, 5, 8, 32, 4, True),
-    ],
-)
-@pytest.mark.parametrize("ahead", [0, 1, 2])
-@pytest.mark.parametrize(("seed", "num_kept"), [(0, None), (1, None), (2, None), (0, 1), (1, 5), (2, 5)])
+
+@pytest.mark.parametrize(("sizes", "states", "ahead"), half(SIZES, STATES, range(3)), ids=str)
 def test_whatever_the_schedule_the_results_are_those_of_a_request_alone(
-    block_size: int,
-    num_blocks: int,
-    max_num_seqs: int,
-    budget: int,
-    window: int,
-    caching: bool,
-    seed: int,
-    num_kept: int | None,
-    ahead: int,
+    sizes: tuple[int, int, int, int, int, bool], states: tuple[int, int | None], ahead: int
 ) -> None:
-    """num_kept: copies of states. With adapters from the second seed on, and with images from the third."""
+    """states: a seed, and copies of states. With adapters from the second seed on, and with images from the third."""
+    block_size, num_blocks, max_num_seqs, budget, window, caching = sizes
+    seed, num_kept = states
     rng = random.Random(seed)
     layout = None if num_kept is None else StateLayout(num_slots=max_num_seqs, num_kept=num_kept)
     scheduler = make_scheduler(

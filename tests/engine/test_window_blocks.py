@@ -6,7 +6,7 @@ import random
 
 import pytest
 from machine import Machine, make_group, make_scheduler, make_spec
-from traffic import Traffic
+from traffic import Traffic, half
 
 from stoker.engine.cache.block_layout import BlockLayout
 from stoker.engine.cache.block_pool import BlockPool
@@ -145,35 +145,27 @@ def test_the_end_of_a_sequence_goes_before_its_beginning_in_both_kinds_of_layers
 # -- the scheduler -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("layout", "block_size", "slabs", "max_num_seqs", "budget", "window", "caching"),
-    [
-        (BlockLayout(1, 1, (WINDOW,)), 2, 30, 6, 64, 8, True),
-        (BlockLayout(1, 1, (WINDOW,)), 1, 50, 4, 7, 4, False),
-        (BlockLayout(1, 2, (WINDOW,)), 2, 18, 6, 5, 1, True),
-        (BlockLayout(1, 5, (WINDOW,)), 4, 10, 8, 64, 3, True),
-        (BlockLayout(1, 5, (WINDOW,)), 4, 10, 8, 6, 3, False),
-        (BlockLayout(1, 3, (CHUNK,)), 4, 10, 8, 24, 8, True),
-        (BlockLayout(1, 3, (CHUNK, WINDOW)), 2, 16, 8, 64, 1, True),
-        (BlockLayout(3, 1, (WINDOW,)), 2, 24, 6, 64, 5, True),
-        (BlockLayout(3, 1, (CHUNK,)), 4, 12, 5, 9, 8, False),
-        (BlockLayout(1, 5, (WINDOW,)), 4, 80, 16, 24, 5, True),
-    ],
-)
-@pytest.mark.parametrize("ahead", [0, 1, 2])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+# Of a scheduler: layout, block_size, slabs, max_num_seqs, budget, window, caching.
+SIZES = [
+    (BlockLayout(1, 1, (WINDOW,)), 2, 30, 6, 64, 8, True),
+    (BlockLayout(1, 1, (WINDOW,)), 1, 50, 4, 7, 4, False),
+    (BlockLayout(1, 2, (WINDOW,)), 2, 18, 6, 5, 1, True),
+    (BlockLayout(1, 5, (WINDOW,)), 4, 10, 8, 64, 3, True),
+    (BlockLayout(1, 5, (WINDOW,)), 4, 10, 8, 6, 3, False),
+    (BlockLayout(1, 3, (CHUNK,)), 4, 10, 8, 24, 8, True),
+    (BlockLayout(1, 3, (CHUNK, WINDOW)), 2, 16, 8, 64, 1, True),
+    (BlockLayout(3, 1, (WINDOW,)), 2, 24, 6, 64, 5, True),
+    (BlockLayout(3, 1, (CHUNK,)), 4, 12, 5, 9, 8, False),
+    (BlockLayout(1, 5, (WINDOW,)), 4, 80, 16, 24, 5, True),
+]
+
+
+@pytest.mark.parametrize(("sizes", "seed", "ahead"), half(SIZES, range(3), range(3)))
 def test_whatever_the_schedule_the_results_are_those_of_a_request_alone(
-    layout: BlockLayout,
-    block_size: int,
-    slabs: int,
-    max_num_seqs: int,
-    budget: int,
-    window: int,
-    caching: bool,
-    seed: int,
-    ahead: int,
+    sizes: tuple[BlockLayout, int, int, int, int, int, bool], seed: int, ahead: int
 ) -> None:
     """As in ``test_scheduler.py``; the machine also proves that what a window sees is there whenever it is seen."""
+    layout, block_size, slabs, max_num_seqs, budget, window, caching = sizes
     rng = random.Random(seed)
     num_blocks = slabs * layout.span
     scheduler = make_scheduler(

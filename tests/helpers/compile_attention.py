@@ -170,11 +170,11 @@ def launch(
     latent: bool,
     kept: torch.dtype = torch.bfloat16,
     visibility: Visibility = PLAIN,
-    chunks: bool = True,
+    span: bool | None = False,
 ) -> None:
-    """A decode step and, where asked for, chunks without spans and with one, which together launch every kernel.
+    """A decode step and a chunk, which together launch every kernel.
 
-    kept: dtype of the cache.
+    kept: dtype of the cache. span: whether the chunk has one, which takes about as many registers; None for no chunk.
     """
 
     def make(*size: int) -> torch.Tensor:
@@ -183,9 +183,10 @@ def launch(
     key_cache = make(4, 16, kv_heads, key_dim).to(kept)
     value_cache = key_cache[..., :value_dim] if latent else make(4, 16, kv_heads, value_dim).to(kept)
     table, lens = torch.zeros(64, 2048, dtype=torch.long), torch.full((64,), 2000)
-    for queries, spans in ((1, ()), (64, ()), (64, [(0, 64)]))[: None if chunks else 1]:
+    for queries in (1,) if span is None else (1, 64):
         rows = 64 if queries == 1 else 1
-        options = {"block_size": 16, "token_bytes": 1, "spans": spans, "window_tables": table.clone()}
+        options = {"block_size": 16, "token_bytes": 1, "window_tables": table.clone()}
+        options["spans"] = [(0, 64)] if span and queries > 1 else []
         plan = attention_plan.plan_attention([queries] * rows, [2000] * rows, table, lens, **options)
         query = make(rows * queries, heads, key_dim)
         attention.paged_attention(query, key_cache, value_cache, plan, scale=0.1, visibility=visibility)
@@ -199,12 +200,12 @@ if __name__ == "__main__":
             setattr(module, name, Recorder(getattr(module, name)))
     as_on(90)
     launch(32, 8, 64, 64, latent=False)  # Llama 3.2 1B
-    launch(32, 8, 128, 128, latent=False)  # Llama 3.1 8B
-    launch(16, 1, 576, 512, latent=True)  # DeepSeek V2 Lite
-    launch(32, 8, 128, 128, latent=False, kept=torch.float8_e4m3fn)
+    launch(32, 8, 128, 128, latent=False, span=True)  # Llama 3.1 8B
+    launch(16, 1, 576, 512, latent=True, span=True)  # DeepSeek V2 Lite
+    launch(32, 8, 128, 128, latent=False, kept=torch.float8_e4m3fn, span=True)
     launch(8, 4, 256, 256, latent=False, visibility=Visibility(window=1024))  # Gemma 3 4B
-    launch(8, 1, 512, 512, latent=False)  # Gemma 4 E4B, where it sees everything
-    launch(32, 4, 512, 512, latent=False, chunks=False)  # Gemma 4 31B; its chunks differ in how far apart heads are
+    launch(8, 1, 512, 512, latent=False, span=True)  # Gemma 4 E4B, where it sees everything
+    launch(32, 4, 512, 512, latent=False, span=None)  # Gemma 4 31B; its chunks differ in how far apart heads are
     made = [build(*recorded) for recorded in launches]
     decode = variants([[1] * rows for rows in (2, 3, 8, 16, 24, 48, 64)])
     mixed = variants([[64, *[1] * rows] for rows in (2, 3, 4, 9, 16)])

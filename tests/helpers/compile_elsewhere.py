@@ -71,15 +71,15 @@ if __name__ == "__main__":
             setattr(module, name, Recorder(getattr(module, name)))
     gemma3, gemma4 = ((8, 4, 256, 256), (8, 1, 512, 512))  # the latter's layers that see everything
     forms = {
-        80: [partial(attend, *gemma4, False, chunks=False), partial(multiply, 40)],
+        80: [partial(attend, *gemma4, False, span=None), partial(multiply, 40)],
         86: [partial(mix, 512), multiply_few],
         89: [
             partial(attend, *gemma3, False),
-            partial(attend, *gemma4, False, chunks=False),
+            partial(attend, *gemma4, False, span=None),
             partial(multiply, 16, narrow=True),
             adapt,
         ],
-        100: [partial(attend, 32, 8, 128, 128, False, chunks=False), partial(multiply, 16)],
+        100: [partial(attend, 32, 8, 128, 128, False, span=None), partial(multiply, 16)],
         120: [partial(multiply, 40), partial(mix, 64)],
     }
     made = []

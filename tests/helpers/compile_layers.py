@@ -42,6 +42,12 @@ def zeros(*size: int) -> torch.Tensor:
     return torch.zeros(size, dtype=torch.bfloat16)
 
 
+def outermost(tokens: int, weight: tuple[int, int], gated: bool = False) -> list[linear_cuts.Cut]:
+    """Of the cuts that are tried: the one with the widest tiles and most splits, and of ungated products the one with the narrowest."""
+    cuts = linear_cuts.cuts_to_try(tokens, weight, 2, gated, 132)
+    return [*(() if gated else cuts[:1]), cuts[-1]]
+
+
 def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> None:
     norm = Norm(zeros(dim), 1e-6, offset=True)
     norm_rotary.rms_norm(zeros(8, dim), *norm, residual=zeros(8, dim))
@@ -62,10 +68,10 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
     for tokens in (16, 40, 128):
         streamed = partial(linear_streamed.streamed, arrived=arrived)
         down = {"norm": None, "gated": None, "residual": zeros(tokens, dim), "scale": 0.3}
-        for cut in linear_cuts.cuts_to_try(tokens, (dim, hidden), 2, False, 132):
+        for cut in outermost(tokens, (dim, hidden)):
             streamed(zeros(tokens, hidden), zeros(dim, hidden), None, **down, cut=cut)
         gate_up = {"norm": norm, "gated": "gelu_tanh", "residual": None, "scale": 1.0}
-        for cut in linear_cuts.cuts_to_try(tokens, (2 * hidden, dim), 2, True, 132):
+        for cut in outermost(tokens, (2 * hidden, dim), gated=True):
             streamed(zeros(tokens, dim), zeros(2 * hidden, dim), zeros(2 * hidden), **gate_up, cut=cut)
     for tokens in (4, 200):
         linear_invariant.linear(zeros(tokens, hidden), zeros(dim, hidden), residual=zeros(tokens, dim), scale=0.3)
@@ -81,12 +87,8 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
         weights = zeros(dim, hidden).to(source)
         checksum.checksums([weights], [weights.to(target)])
         copies.copy_each([weights.to(target)], [weights])
-    ids, weights = torch.zeros(8, 2, dtype=torch.long), zeros(8, 2)
-    experts = zeros(4, 512, dim), zeros(4, dim, 256)
-    moe.experts(zeros(8, dim), ids, weights, *experts, gate=Gate())
-    for rows in (128, 1024):
-        ids = torch.zeros(rows, 2, dtype=torch.long)
-        moe.experts(zeros(rows, dim).float(), ids, weights, *(w.float() for w in experts), gate=Gate())
+    experts = torch.zeros(4, 512, dim), torch.zeros(4, dim, 256)
+    moe.experts(torch.zeros(1024, dim), torch.zeros(1024, 2, dtype=torch.long), zeros(8, 2), *experts, gate=Gate())
     greedy, ones = torch.zeros(8, dtype=torch.bool), torch.ones(8)
     noise = sampling.gumbel_noise(*torch.zeros(3, 8, dtype=torch.long), vocab=256000)
     sampling.sample(torch.zeros(8, 256000, dtype=torch.bfloat16), ones, greedy, noise)
@@ -119,9 +121,9 @@ def launch_fp8(dim: int, hidden: int) -> None:
     for tokens in (16, 40, 128):
         common = {"bias": None, "norm": None, "scale": 1.0, "arrived": arrived}
         up, residual = {"gated": "silu", "residual": None}, zeros(tokens, dim)
-        for cut in linear_cuts.cuts_to_try(tokens, (2 * hidden, dim), 2, True, 132):
+        for cut in outermost(tokens, (2 * hidden, dim), gated=True):
             linear_streamed.streamed(zeros(tokens, dim), **wide, **common, **up, cut=cut)
-        for cut in linear_cuts.cuts_to_try(tokens, (dim, hidden), 2, False, 132):
+        for cut in outermost(tokens, (dim, hidden)):
             linear_streamed.streamed(zeros(tokens, hidden), **deep, **common, gated=None, residual=residual, cut=cut)
     for tokens in (4, 256):
         linear_invariant.linear(zeros(tokens, dim), **wide, gated="silu")
@@ -188,9 +190,9 @@ def launch_routed() -> None:
         (256, 7168, None, v3),
     ):
         correction = torch.zeros(experts) if choice is v3 else None
-        for tokens in (1, 64, 200) if choice is qwen3 else (1, 64) if choice is v3 else (16,):
+        for tokens in (1, 200) if choice is qwen3 else (1,) if choice is v3 else (16,):
             routing.route(zeros(tokens, dim), zeros(experts, dim), bias, correction, None, choice)
-    routing.route_invariant(zeros(4, dim), zeros(experts, dim), None, None, None, v3)
+    routing.route_invariant(zeros(4, dim), zeros(experts, dim), None, correction, None, v3)
     routing.route(zeros(4, 2048).float(), zeros(128, 2048).float(), None, None, None, qwen3)
     ids, weights, parameters = (
         torch.zeros(4, 8, dtype=torch.long),
@@ -204,9 +206,8 @@ def launch_routed() -> None:
     gemma4, llama4 = replace(qwen3, wide_weights=True), Choice(per_token=1, score="chosen_sigmoid")
     routing.route(zeros(16, 2816), zeros(128, 2816), None, None, zeros(128), gemma4)
     routing.route(zeros(16, 5120), zeros(16, 5120), None, None, None, llama4)
-    for tokens in (8, 512):
-        x, ids, weights = zeros(tokens, 512), torch.zeros(tokens, 1, dtype=torch.long), zeros(tokens, 1)
-        moe.experts(x, ids, weights, zeros(16, 512, 1024).mT, zeros(16, 512, 512).mT, gate=Gate(), weigh_input=True)
+    x, ids, weights = zeros(512, 512), torch.zeros(512, 1, dtype=torch.long), zeros(512, 1)
+    moe.experts(x, ids, weights, zeros(16, 512, 1024).mT, zeros(16, 512, 512).mT, gate=Gate(), weigh_input=True)
     moe.experts(x, ids, weights, zeros(128, 1408, 512), zeros(128, 512, 704), gate=Gate(act="gelu_tanh"))
     moe.experts(x, ids, weights, zeros(128, 704, 512), zeros(128, 512, 704), gate=Gate(gated=False))
 
@@ -251,21 +252,17 @@ def launch_adapters() -> None:
     for rank, dtype in ((16, torch.bfloat16), (32, torch.bfloat16), (16, torch.float32)):
         adapt(128, rank, dtype, op=partial(gated, settled=True), widths=(8192, 8192))
     adapt(128, 64, torch.bfloat16, op=partial(lora.lora, settled=True), depth=8192)
-    for dtype in (torch.bfloat16, torch.float32):
-        adapt(64, 16, dtype, depth=8192)  # in 16 splits
-        adapt(64, 64, dtype, widths=(8192, 8192), op=gated)
+    adapt(64, 16, torch.float32, depth=8192)  # in 16 splits
+    adapt(64, 64, torch.bfloat16, widths=(8192, 8192), op=gated)
     adapt(256, 16, torch.bfloat16, widths=(2048, 512, 512))
     adapt(4096, 64, torch.bfloat16, widths=(8192, 8192), op=gated)
     adapt(256, 512, torch.float32, widths=(8192, 8192), op=gated)
     adapt(256, 3, torch.float32, widths=(2048, 512, 512))
     adapt(64, 16, torch.bfloat16, experts=4)
     adapt(256, 16, torch.bfloat16, op=lora.lora_embedding)
-    for dtype, model in (
-        (torch.float32, torch.bfloat16),
-        (torch.float32, torch.float16),
-        (torch.float16, torch.float16),
-    ):
-        adapt(2048, 64, dtype, columns=True, model=model)
+    for dtype in (torch.float32, torch.float16):
+        adapt(2048, 64, dtype, columns=True, model=torch.float16)
+    for dtype, model in ((torch.float32, torch.bfloat16), (torch.float16, torch.float16)):
         adapt(512, 512, dtype, columns=True, model=model, widths=(8192, 8192), op=gated)
     few, half, two = (linear_cuts.Cut(*cut) for cut in ((32, 1, 1), (64, 1, 1), (32, 2, 1)))
     launch_ahead(16, 8192, 8192, depth=2048, cuts=[half])
@@ -305,7 +302,8 @@ def launch_ahead(
 
 
 def launch_recurrent() -> None:
-    """A decode step and prompts, of Qwen3-Next, OLMo-hybrid, LFM2, Bamba, Falcon-H1, Nemotron-H, Kimi Linear, Ling 3 and Jamba."""
+    """A decode step and prompts, of Qwen3-Next, OLMo-hybrid, Falcon-H1, Nemotron-H, Kimi Linear, Ling 3 and Jamba, and LFM2's with
+    more taps. Of shapes whose kernels differ in sizes alone, those that take the most registers."""
     for heads, dim in ((32, 128), (30, 192)):
         for weight in (zeros(dim), torch.zeros(dim)):
             gates.gated_rms_norm(zeros(64, heads, dim), zeros(64, heads, dim), weight, 1e-6)
@@ -321,12 +319,10 @@ def launch_recurrent() -> None:
     for longest in (1, 100):
         rows = StateRows(*(torch.arange(n) for n in (64, 65)), longest)
         before, after, x = zeros(64, 3 * 2048).chunk(3, dim=1)
-        for taps in (3, 7):
-            causal_conv.causal_conv(x, zeros(2048, taps), None, zeros(4, taps - 1, 2048), rows, gates=(before, after))
-        for channels in (8192, 200):
-            for bias in (None, zeros(channels)):
-                x, kept = zeros(64, 2 * channels)[:, :channels], zeros(4, 3, channels)
-                causal_conv.causal_conv(x, zeros(channels, 4), bias, kept, rows, activation="silu")
+        causal_conv.causal_conv(x, zeros(2048, 7), None, zeros(4, 6, 2048), rows, gates=(before, after))
+        for channels, bias in ((8192, zeros(8192)), (200, None)):
+            x, kept = zeros(64, 2 * channels)[:, :channels], zeros(4, 3, channels)
+            causal_conv.causal_conv(x, zeros(channels, 4), bias, kept, rows, activation="silu")
         for key_heads, heads, key_dim, dim in ((16, 32, 128, 128), (30, 30, 96, 192), (4, 4, 256, 256)):
             q, k = (zeros(64, 2, key_heads, key_dim)[:, part] for part in range(2))
             decay, state = torch.zeros(64, heads), torch.zeros(2, heads, key_dim, dim)
@@ -337,22 +333,18 @@ def launch_recurrent() -> None:
         x, rates, b = zeros(64, 1, 8192), torch.zeros(1, 8192, 16), zeros(64, 1, 16)
         options = {"dt_bias": zeros(1, 8192), "dt_limit": (0.0, float("inf")), "a_log": True}
         recurrent.selective_scan(x, x, rates, b, b, zeros(1, 8192), torch.zeros(2, 1, 8192, 16), rows, **options)
-        for heads, groups, dim, size in ((128, 1, 64, 128), (24, 1, 128, 256), (96, 8, 80, 128)):
+        for heads, groups, dim, size in ((24, 1, 128, 256), (96, 8, 80, 128)):
             x, b, c = (zeros(64, n, size) for n, size in ((heads, dim), (groups, size), (groups, size)))
-            of_heads, state = torch.zeros(heads), torch.zeros(2, heads, dim, size)
-            options = {"dt_bias": zeros(heads), "dt_limit": (0.0, float("inf"))}
-            recurrent.selective_scan(x, zeros(64, heads), of_heads, b, c, zeros(heads), state, rows, **options)
-            if size == 256:  # they differ in what one number is read as
-                a = zeros(heads)
-                recurrent.selective_scan(x, zeros(64, heads), a, b, c, zeros(heads), state, rows, a_log=True, **options)
+            a_log, state = size == 256, torch.zeros(2, heads, dim, size)
+            a, options = zeros(heads) if a_log else torch.zeros(heads), {"dt_limit": (0.0, float("inf"))}
+            options |= {"dt_bias": zeros(heads), "a_log": a_log}
+            recurrent.selective_scan(x, zeros(64, heads), a, b, c, zeros(heads), state, rows, **options)
         half = partial(torch.zeros, dtype=torch.float16)
-        for key_heads, heads, dim in ((16, 32, 128), (30, 30, 96)):
-            q, v, state = half(64, key_heads, dim), half(64, heads, 128), torch.zeros(2, heads, dim, 128)
-            recurrent.gated_delta_rule(q, q, v, torch.zeros(64, heads), half(64, heads), state, rows, normalise=True)
-        for heads, dim, size in ((128, 64, 128), (24, 128, 256)):
-            x, b, dt, state = half(64, heads, dim), half(64, 1, size), half(64, heads), torch.zeros(2, heads, dim, size)
-            a = torch.zeros(heads)
-            recurrent.selective_scan(x, dt, a, b, b, half(heads), state, rows, dt_bias=half(heads), dt_limit=(0.0, 1.0))
+        q, v, state = half(64, 16, 128), half(64, 32, 128), torch.zeros(2, 32, 128, 128)
+        recurrent.gated_delta_rule(q, q, v, torch.zeros(64, 32), half(64, 32), state, rows, normalise=True)
+        x, b, dt, state = half(64, 24, 128), half(64, 1, 256), half(64, 24), torch.zeros(2, 24, 128, 256)
+        options = {"dt_bias": half(24), "dt_limit": (0.0, 1.0)}
+        recurrent.selective_scan(x, dt, torch.zeros(24), b, b, half(24), state, rows, **options)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -30,7 +31,8 @@ def make_quick() -> None:
         def interpreted(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
             return own(*args, _semantic=interpreter.interpreter_semantic, **kwargs)
 
-        scope.set_attr(owner, name, interpreted)
+        quick = owner is tl.tensor and name in _OPERATORS
+        scope.set_attr(owner, name, _operator(name, interpreted) if quick else interpreted)
 
     dtype_of, dtypes = interpreter._get_np_dtype, dict[str, Any]()
 
@@ -48,9 +50,88 @@ def make_quick() -> None:
     _remember_widths()
     _remember_shapes()
     _remember_constants()
+    _remember_masks()
     _skip_what_changes_nothing()
     _unwrap_first_what_is_mostly_given()
     _take_arguments_as_they_are()
+
+
+# Of numbers: what numpy does, whether it gives truth values, and whether the operands are the other way around.
+_OPERATORS = {
+    "__add__": (np.add, False, False),
+    "__radd__": (np.add, False, True),
+    "__sub__": (np.subtract, False, False),
+    "__rsub__": (np.subtract, False, True),
+    "__mul__": (np.multiply, False, False),
+    "__rmul__": (np.multiply, False, True),
+    "__and__": (np.bitwise_and, False, False),
+    "__or__": (np.bitwise_or, False, False),
+    "__lt__": (np.less, True, False),
+    "__le__": (np.less_equal, True, False),
+    "__gt__": (np.greater, True, False),
+    "__ge__": (np.greater_equal, True, False),
+    "__eq__": (np.equal, True, False),
+    "__ne__": (np.not_equal, True, False),
+}
+
+
+def _operator(name: str, thorough: Callable[..., Any]) -> Callable[..., Any]:
+    """Between tensors of one type or integers of two, or one and a number of its kind; also where a pointer points further."""
+    compute, compares, reverse = _OPERATORS[name]
+    kinds = (tl.int1, tl.int32, tl.int64) if name in ("__and__", "__or__") else (tl.float32, tl.int32, tl.int64)
+    adds, integers = name == "__add__", (tl.int32, tl.int64)
+    tensor, handle, pointer = tl.tensor, interpreter.TensorHandle, tl.pointer_type
+
+    def operate(self: Any, other: Any, _semantic: Any = None) -> Any:
+        dtype, kind, like = self.dtype, type(other), self.type
+        if kind is tl.constexpr:
+            other, kind = other.value, type(other.value)
+        if dtype is kinds[0] or dtype is kinds[1] or dtype is kinds[2]:
+            if kind is tensor and other.dtype is dtype:
+                like, right = _type_of_both(like, other.type), other.handle.data
+            elif kind is tensor and dtype in integers and other.dtype in integers:
+                like, right, dtype = _type_of_both(like, other.type), other.handle.data, tl.int64
+                like = None if like is None else like.with_element_ty(dtype)
+            elif kind is int and -(2**31) < other < 2**31 and dtype is not tl.int1:
+                right = other
+            elif kind is float and dtype is tl.float32 and abs(other) < 2**127:
+                right = other + 0.0  # no negative zero: constants have none
+            else:
+                return thorough(self, other)
+            if like is not None:
+                left = self.handle
+                data = compute(right, left.data) if reverse else compute(left.data, right)
+                return tensor(
+                    handle(data, left.dtype if dtype is self.dtype else dtype),
+                    like.with_element_ty(tl.int1) if compares else like,
+                )
+        elif (
+            adds and type(dtype) is pointer and kind is tensor and (other.dtype is tl.int32 or other.dtype is tl.int64)
+        ):
+            like, ends = _type_of_both(like, other.type), self.handle
+            if like is not None:
+                width = max(1, dtype.element_ty.primitive_bitwidth // 8)
+                offsets = other.handle.data.astype(np.uint64)
+                return tensor(handle(ends.data + (offsets if width == 1 else width * offsets), ends.dtype), like)
+        return thorough(self, other)
+
+    operate.thorough = thorough  # type: ignore[attr-defined]
+    return operate
+
+
+def _type_of_both(one: Any, other: Any) -> Any:
+    """That of the first, in the shape of both together; None where more has to be looked at."""
+    if other.__class__ is not tl.block_type:
+        return one
+    shape = other.shape.values
+    if one.__class__ is not tl.block_type:
+        return tl.block_type(one, shape)
+    own = one.shape.values
+    if own == shape:
+        return one
+    if len(own) != len(shape) or any(a != b and a != 1 and b != 1 for a, b in zip(own, shape, strict=True)):
+        return None
+    return tl.block_type(one.element_ty, [max(a, b) for a, b in zip(own, shape, strict=True)])
 
 
 def _remember_widths() -> None:
@@ -113,6 +194,20 @@ def _remember_constants() -> None:
         return self.tensor(interpreter.TensorHandle(made[key].data, made[key].dtype), dtype)
 
     tl.semantic.TritonSemantic.scalar_constant = scalar_constant
+
+
+def _remember_masks() -> None:
+    """Of loads that have none, with what is loaded where they mask something out, which nothing may write to either."""
+    masks = dict[tuple[int, ...], Any]()
+
+    def create_load(self: Any, pointers: Any, _0: Any, _1: Any, is_volatile: bool) -> Any:
+        shape = pointers.data.shape
+        if shape not in masks:
+            masks[shape] = interpreter.TensorHandle(np.ones(shape, np.bool_), tl.int1)
+            masks[shape].data.flags.writeable = False
+        return self.create_masked_load(pointers, masks[shape], None, _0, _1, is_volatile)
+
+    interpreter.InterpreterBuilder.create_load = create_load
 
 
 def _unwrap_first_what_is_mostly_given() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from machine import FAULTY, VOCAB, Machine, Repeats, make_group, make_images, make_spec
 
@@ -12,6 +14,12 @@ from stoker.engine.images.inputs import ImageInputs
 from stoker.engine.request import Adapter, Request, SamplingSpec
 
 SPANS = (((1, 3),), ((2, 6), (6, 9)), ((0, 3), (5, 10)), ((3, 16),))  # of images
+
+
+def half(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Of the combinations of one value of each, every other one, so that any two values occur together."""
+    every = itertools.product(*(enumerate(each) for each in values))
+    return [tuple(value for _, value in chosen) for chosen in every if sum(at for at, _ in chosen) % 2]
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ _SIZES: dict[str, int | float | bool | None] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
     "sliding_window": 20,
+    "chunk_size": 16,
+    "mamba_chunk_size": 16,
     "rotary_dim": 8,
     "initializer_range": 0.3,
     "tie_word_embeddings": False,
