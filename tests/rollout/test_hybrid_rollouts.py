@@ -18,7 +18,7 @@ from stoker.rollout import EngineConfig, InvalidConfigError, RolloutEngine, Roll
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
-FAMILIES = ["qwen3_5", "lfm3", "kimi_linear", "jamba", "mamba2"]  # one for each kind of state, or two
+FAMILIES = ["qwen3_5", "lfm2", "lfm3", "granitemoehybrid", "kimi_linear", "jamba", "mamba2"]
 BLOCK = CONFIG.block_size
 NARROW = replace(CONFIG, max_num_seqs=3, decode_window=3)
 
