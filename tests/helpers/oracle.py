@@ -66,6 +66,11 @@ def logprobs(
     return _logprobs(logits(model, prompt, completion), completion, temperature)
 
 
+def logprobs_of_all(model: PreTrainedModel, sequence: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities of all tokens where each of a sequence is, from the second on, float32 [len(sequence) - 1, vocabulary]."""
+    return (logits(model, sequence[:1], sequence[1:]) / temperature).log_softmax(-1)
+
+
 def greedy_logprobs(model: PreTrainedModel, prompt: list[int], completion: list[int], max_new_tokens: int) -> Any:
     """As ``logprobs``, of a completion that has to be what ``generate`` gives."""
     found = logits(model, prompt, completion)

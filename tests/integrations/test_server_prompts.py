@@ -6,18 +6,15 @@ import json
 import math
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-import trl_setup
-from oracle import logits
+from oracle import logits, logprobs_of_all
 from server_setup import (  # noqa: F401 - fixtures among them
     CHAT,
     a_client,
@@ -34,16 +31,9 @@ from small_engine import EOS, TEXT_VOCAB, encode, tokenizer
 from stoker.integrations import openai_api
 from stoker.integrations.openai_answers import answer
 from stoker.integrations.server import Server, serve
-from stoker.integrations.trl import attach, detach
-from stoker.integrations.trl_teachers import without_vllm
 from stoker.rollout import LIVE, RequestFailedError, RolloutEngine, RolloutOutput, SamplingParams
 
 TEXT = "Every word is likely."
-
-
-def expected(model: Any, prompt: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """Log-probabilities of all tokens where each of a prompt is, from the second on, float32 [len(prompt) - 1, vocabulary]."""
-    return (logits(model, prompt[:1], prompt[1:]) / temperature).log_softmax(-1)
 
 
 def assert_said(positions: list[Any], prompt: list[int], table: torch.Tensor, top: int) -> None:
@@ -70,7 +60,7 @@ def test_log_probabilities_of_a_prompt(
         model="policy", prompt=prompt, n=n, max_tokens=max_tokens, temperature=0.7, seed=1, extra_body=extra
     )
     assert len(answer.choices) == n
-    table = expected(engine.model, encode(TEXT), 0.7)
+    table = logprobs_of_all(engine.model, encode(TEXT), 0.7)
     for choice in answer.choices:
         assert_said(choice.prompt_logprobs, encode(TEXT), table, top)
         assert len(choice.token_ids) == max_tokens and choice.finish_reason == "length" and choice.logprobs is None
@@ -87,7 +77,7 @@ def test_prompts_of_one_and_two_tokens(engine: RolloutEngine, client: Any) -> No
     asked = {"prompt_logprobs": 2, "logprobs_mode": "raw"}
     choices = client.completions.create(model="policy", prompt=[[5], [6, 7]], temperature=0.5, extra_body=asked).choices
     assert choices[0].prompt_logprobs == [None]
-    assert_said(choices[1].prompt_logprobs, [6, 7], expected(engine.model, [6, 7]), 2)
+    assert_said(choices[1].prompt_logprobs, [6, 7], logprobs_of_all(engine.model, [6, 7]), 2)
 
 
 def test_log_probabilities_of_a_chat(engine: RolloutEngine, client: Any) -> None:
@@ -95,7 +85,7 @@ def test_log_probabilities_of_a_chat(engine: RolloutEngine, client: Any) -> None
     answer = client.chat.completions.create(model="policy", messages=CHAT, max_tokens=3, extra_body=extra)
     (choice,) = answer.choices
     prompt = choice.prompt_token_ids
-    assert_said(answer.prompt_logprobs, prompt, expected(engine.model, prompt), 1)
+    assert_said(answer.prompt_logprobs, prompt, logprobs_of_all(engine.model, prompt), 1)
     assert len(choice.token_ids) == 3 and "prompt_logprobs" not in choice.model_extra
 
 
@@ -124,7 +114,7 @@ def test_an_echo(engine: RolloutEngine, client: Any) -> None:
         assert choice.text.startswith(text) and said.tokens == [*text, tokenizer().decode([said_last(engine, prompt)])]
         assert said.token_logprobs[0] is None and said.top_logprobs[0] is None
         whole = [*prompt, said_last(engine, prompt)]
-        table = expected(engine.model, whole)
+        table = logprobs_of_all(engine.model, whole)
         for token, logprob, top, row in zip(
             whole[1:], said.token_logprobs[1:], said.top_logprobs[1:], table, strict=True
         ):
@@ -317,92 +307,3 @@ def test_an_echo_of_text_is_the_text(engine: RolloutEngine) -> None:
     call, (output,) = asked_of(engine, {"prompt": "ab", "echo": True, "max_tokens": 0})
     longer = replace(output, prompt_token_ids=[EOS, *output.prompt_token_ids])
     assert json.loads(answer(call, [longer], engine.tokenizer, 0))["choices"][0]["text"] == "ab"
-
-
-# -- teachers ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(name="teacher")
-def a_teacher() -> Iterator[Server]:
-    """What TRL's own client speaks to."""
-    pytest.importorskip("trl", reason="TRL is not installed")
-    model, reads = trl_setup.make_model(tie_word_embeddings=True), trl_setup.make_tokenizer()
-    with RolloutEngine(model, tokenizer=reads) as engine, serve(engine, port=0) as server, without_vllm():
-        yield server
-
-
-def test_only_the_client_does_without_vllm() -> None:
-    pytest.importorskip("trl", reason="TRL is not installed")
-    from trl.generation import vllm_client, vllm_generation
-
-    if vllm_client.is_vllm_available():
-        pytest.skip("vLLM is installed")
-    with pytest.raises(KeyError), without_vllm():
-        assert vllm_client.is_vllm_available() and not vllm_generation.is_vllm_available()
-        raise KeyError
-    with pytest.raises(ImportError, match="vLLM is not installed"):
-        vllm_client.VLLMClient("http://localhost:1")
-
-
-def test_trls_client_gets_a_teachers_log_probabilities(teacher: Server) -> None:
-    from trl.generation.vllm_client import VLLMClient
-
-    sequences, starts = [[5, 3, 9, 4, 7], [3, 6, 4], [8, 5, 5, 5, 3, 9, 9]], [2, 1, 6]
-    for chunk in (0, 2):
-        said = VLLMClient(teacher.url).get_sequence_logprobs(
-            sequences, starts, top_logprobs=3, temperature=1.5, chunk_size=chunk
-        )
-        for row, (sequence, start) in enumerate(zip(sequences, starts, strict=True)):
-            table = expected(teacher._engine.model, sequence, 1.5)[start - 1 :]
-            values, ids = table.topk(3)
-            torch.testing.assert_close(torch.tensor(said["logprobs"][row]), values, atol=1e-4, rtol=0)
-            assert said["logprob_token_ids"][row] == ids.tolist()
-            taken = table.gather(1, torch.tensor(sequence[start:])[:, None])
-            torch.testing.assert_close(torch.tensor(said["actual_logprobs"][row]), taken, atol=1e-4, rtol=0)
-
-
-def test_trls_client_samples(teacher: Server) -> None:
-    from trl.generation.vllm_client import VLLMClient
-
-    said = VLLMClient(teacher.url).generate(["abc", "d"], n=2, max_tokens=3, logprobs=2)
-    assert [len(ids) for ids in said["prompt_ids"]] == [3, 1] and len(said["completion_ids"]) == 4
-    for row, ids in enumerate(said["completion_ids"]):
-        table = logits(teacher._engine.model, said["prompt_ids"][row // 2], ids).log_softmax(-1)
-        for token, likely, position in zip(ids, said["logprob_token_ids"][row], table, strict=True):
-            assert token in likely and set(position.topk(2).indices.tolist()) <= set(likely)
-
-
-@pytest.mark.parametrize("kind", ["server_distillation", "iw_opd"])
-def test_a_trl_trainer_whose_teacher_is_served(tmp_path: Path, teacher: Server, kind: str) -> None:
-    """The student is rolled out by an engine here, and its completions are scored by the teacher's."""
-    settings: dict[str, Any] = {
-        "teacher_model_server_url": teacher.url,
-        "beta": 1.0,
-        "loss_top_k": 1,
-        "temperature": 0.8,
-    }
-    more = None
-    if kind == "iw_opd":
-        settings["use_teacher_server"], more = True, {"teacher_model": None}
-    trainer = trl_setup.build(kind, str(tmp_path), more=more, **settings)
-    told, score = [], trainer.teacher_client.get_sequence_logprobs
-
-    def told_of(**asked: Any) -> Any:
-        told.append((asked, score(**asked)))
-        return told[-1][1]
-
-    trainer.teacher_client.get_sequence_logprobs = told_of
-    engine = attach(trainer)
-    trainer.train()
-    assert engine.weight_version == 3 and len(told) >= 3
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(losses) == 3 and all(map(math.isfinite, losses))
-    for asked, said in told:
-        assert asked["temperature"] == 0.8
-        for sequence, start, taken in zip(
-            asked["sequences"], asked["prompt_lengths"], said["actual_logprobs"], strict=True
-        ):
-            table = expected(teacher._engine.model, sequence, 0.8)[start - 1 :]
-            by_hand = table.gather(1, torch.tensor(sequence[start:])[:, None])
-            torch.testing.assert_close(torch.tensor(taken), by_hand, atol=1e-4, rtol=0)
-    detach(trainer)
