@@ -62,7 +62,8 @@ class ScoreRows:
     def alike(self, start: int, end: int) -> Iterator[tuple[slice, int]]:
         """Parts of the rows ``start`` to ``end``, counted from ``start``, that ask for equally many of the likeliest tokens."""
         first = 0
-        for top_k, of in groupby(zip(self.tokens, self.top_k, strict=True), key=lambda one: one[1]):
+        scored = ((tokens, top_k) for tokens, top_k in zip(self.tokens, self.top_k, strict=True) if tokens)
+        for top_k, of in groupby(scored, key=lambda one: one[1]):
             last = first + sum(len(tokens) for tokens, _ in of)
             if max(first, start) < min(last, end):
                 yield slice(max(first, start) - start, min(last, end) - start), top_k

@@ -176,7 +176,7 @@ def _of_prompts(fields: dict[str, Any], chat: bool, stream: bool) -> tuple[bool,
     echo = _flag(fields, "echo")
     if echo and chat:
         raise InvalidRequestError("echo=True: the server does not do that for chats; leave it out")
-    asked = next((name for name in ("prompt_logprobs", "echo") if name in fields or (echo and name == "echo")), None)
+    asked = "prompt_logprobs" if "prompt_logprobs" in fields else "echo" if echo else None
     if asked and stream:
         raise InvalidRequestError(f"{asked} with stream: what it asks for is not streamed; leave one of them out")
     limits = {"max_tokens", "max_completion_tokens"} & fields.keys()

@@ -174,6 +174,24 @@ def asked_of(engine: Any) -> list[tuple[list[int], Any, Any]]:
     return asked
 
 
+def weights_noted(trainer: Any, rollouts: Any) -> tuple[dict[int, dict[str, torch.Tensor]], dict[int, int]]:
+    """Of every update from now on: the weights of the engine's version, and its version where the trainer counts its own."""
+    engine, weights, newest_at = rollouts.engine, {}, {}
+    update, tell = engine.update_weights, rollouts.update_model_version
+
+    def noted_update() -> int:
+        version: int = update()
+        weights[version] = {n: t.detach().clone() for n, t in trainer.model.state_dict().items()}
+        return version
+
+    def noted_tell(version: int) -> None:
+        newest_at[version] = engine.weight_version
+        tell(version)
+
+    engine.update_weights, rollouts.update_model_version = noted_update, noted_tell
+    return weights, newest_at
+
+
 def train_under_ddp(rank: int, folder: str, output_dir: str) -> dict[str, Any]:
     """Of two processes the main one samples, for both."""
     from accelerated import launched

@@ -23,6 +23,7 @@ from trl_async_setup import (
     parse,
     record,
     threads,
+    weights_noted,
 )
 from trl_setup import EOS, LOGPROB_TOLERANCE, make_model, plain_logprobs
 
@@ -44,9 +45,8 @@ def test_samples_carry_the_log_probabilities_of_the_weights_they_were_drawn_from
     assert engine is not None
     assert trainer.args.token_budget == engine.max_model_len and rollouts.rollout_buffer.maxsize == 1000
     samples, handles = record(rollouts), []
-    weights: dict[int, dict[str, torch.Tensor]] = {}
-    newest_at: dict[int, int] = {}  # the engine's version when the trainer counted its own
-    submit, pause, update, tell = engine.submit, engine.pause, engine.update_weights, rollouts.update_model_version
+    weights, newest_at = weights_noted(trainer, rollouts)
+    submit, pause, tell = engine.submit, engine.pause, rollouts.update_model_version
 
     def noted_submit(*args: Any, **options: Any) -> Any:
         handles.append(submit(*args, **options))
@@ -60,20 +60,14 @@ def test_samples_carry_the_log_probabilities_of_the_weights_they_were_drawn_from
             engine.resume(**whose)
             time.sleep(1e-3)
 
-    def noted_update() -> int:
-        version = update()
-        weights[version] = {n: t.detach().clone() for n, t in trainer.model.state_dict().items()}
-        return version
-
-    def noted_tell(version: int) -> None:
-        newest_at[version] = engine.weight_version
+    def tell_and_wait(version: int) -> None:
         tell(version)
         end = time.monotonic() + 30
         while version == 2 and threads() and time.monotonic() < end and all(s.model_version == 1 for s in samples):
             time.sleep(1e-3)  # or all steps might be over before a group that begins now is
 
     engine.submit, engine.pause = noted_submit, pause_within_a_completion  # type: ignore[method-assign, assignment]
-    engine.update_weights, rollouts.update_model_version = noted_update, noted_tell  # type: ignore[method-assign, assignment]
+    rollouts.update_model_version = tell_and_wait  # type: ignore[method-assign]
     first = {n: t.detach().clone() for n, t in trainer.model.state_dict().items()}
     trainer.train()
     assert not threads() and engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from trl_async_setup import Make, a_folder, asked_of, look_often, record, threads  # noqa: F401
+from trl_async_setup import Make, a_folder, asked_of, look_often, record, threads, weights_noted  # noqa: F401
 from trl_setup import EOS, LOGPROB_TOLERANCE, logged, make_model, plain_logprobs
 
 pytest.importorskip("trl", minversion="1.16", reason="asynchronous training needs TRL 1.16")
@@ -63,24 +63,13 @@ def assert_scored_by(model: Any, sample: Any, temperature: float = 1.0) -> None:
 
 
 def test_samples_are_the_students_own_and_scored_by_the_teacher(distil: Make) -> None:
-    teacher, weights = teacher_model(), {}
+    teacher = teacher_model()
     with served(teacher) as server:
         # Of two teacher temperatures the one that is not the student's.
         trainer = distil(server, temperature=0.8, teacher_temperature=1.3, max_inflight_tasks=4, max_staleness=1)
         engine, rollouts = trainer.rollouts.engine, trainer.rollouts
-        asked, samples, update = asked_of(engine), record(rollouts), engine.update_weights
-        newest_at, tell = {}, rollouts.update_model_version
-
-        def noted_update() -> int:
-            version = update()
-            weights[version] = {n: t.detach().clone() for n, t in trainer.model.state_dict().items()}
-            return version
-
-        def noted_tell(version: int) -> None:
-            newest_at[version] = engine.weight_version
-            tell(version)
-
-        engine.update_weights, rollouts.update_model_version = noted_update, noted_tell
+        asked, samples = asked_of(engine), record(rollouts)
+        weights, newest_at = weights_noted(trainer, rollouts)
         before = {n: t.detach().clone() for n, t in trainer.model.state_dict().items()}
         trainer.train()
     assert not threads() and engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks

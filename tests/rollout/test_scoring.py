@@ -200,6 +200,14 @@ def test_who_asks_for_all_tokens_does_not_ask_for_others(monkeypatch):
             check(output.prompt_logprobs, model, prompt, 1, top_k=top)
 
 
+def test_who_is_scored_alike_is_so_at_once():
+    """Those of whom nothing is scored in this step do not come between others."""
+    nothing, tokens = torch.empty(0), [range(1, 4), range(0), range(2, 4), range(5, 6), range(0)]
+    rows = ScoreRows(tokens, nothing, nothing, nothing, [5, 0, 5, 2, 5])
+    assert list(rows.alike(0, 6)) == [(slice(0, 5), 5), (slice(5, 6), 2)]
+    assert list(rows.alike(4, 6)) == [(slice(0, 1), 5), (slice(1, 2), 2)]
+
+
 # -- prompt log-probabilities --------------------------------------------------------------------------------------
 
 
